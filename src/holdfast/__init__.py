@@ -1,0 +1,64 @@
+"""Teach a trained PyTorch model something new without letting it forget, and without the old data."""
+
+from .curvature import dense_fisher, diagonal_fisher, diagonal_hessian, hutchinson_hessian
+from .errors import (
+    ArgumentError,
+    DataError,
+    HoldfastError,
+    HoldfastWarning,
+    InertError,
+    MemoryFileError,
+    MismatchError,
+    SingularError,
+)
+from .hold import Handle, hold
+from .likelihood import Likelihood, bernoulli, categorical, custom, gaussian, tokens
+from .penalty import Quadratic, Term, penalty, penalty_gradient
+from .posterior import Memory, Posterior, consolidate, consolidate_, merge, prior, restore_
+from .precision import Dense, Diagonal, Precision, SignedDiagonal, Source, Sum
+from .storage import inspect, load, save
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ArgumentError",
+    "DataError",
+    "Dense",
+    "Diagonal",
+    "Handle",
+    "HoldfastError",
+    "HoldfastWarning",
+    "InertError",
+    "Likelihood",
+    "Memory",
+    "MemoryFileError",
+    "MismatchError",
+    "Posterior",
+    "Precision",
+    "Quadratic",
+    "SignedDiagonal",
+    "SingularError",
+    "Source",
+    "Sum",
+    "Term",
+    "bernoulli",
+    "categorical",
+    "consolidate",
+    "consolidate_",
+    "custom",
+    "dense_fisher",
+    "diagonal_fisher",
+    "diagonal_hessian",
+    "gaussian",
+    "hold",
+    "hutchinson_hessian",
+    "inspect",
+    "load",
+    "merge",
+    "penalty",
+    "penalty_gradient",
+    "prior",
+    "restore_",
+    "save",
+    "tokens",
+]

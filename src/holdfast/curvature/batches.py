@@ -1,0 +1,118 @@
+"""Reading data: batches as pairs, tuples or dicts, on the model's device, sliced into single examples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from ..errors import DataError
+
+Forward = Callable[[nn.Module, Any], Any]
+
+_LABELS = ("labels", "label", "label_ids", "targets", "target")
+
+
+@dataclass(frozen=True)
+class Batch:
+    """`content` is what the loader gave; `inputs` and `target` are its parts; every tensor's first axis is `size`."""
+
+    index: int
+    content: Any
+    inputs: Any
+    target: Any
+    size: int
+
+    def example(self, n: int) -> Batch:
+        """Example n as a batch of one."""
+
+        def row(leaf: Any) -> Any:
+            return leaf[n : n + 1] if isinstance(leaf, Tensor) and leaf.ndim else leaf
+
+        content, inputs, target = tree_map(row, (self.content, self.inputs, self.target))
+        return Batch(self.index, content, inputs, target, 1)
+
+    @property
+    def form(self) -> tuple[torch.Size, ...]:
+        """The shapes of its tensors."""
+        return tuple(leaf.shape for leaf in tree_leaves(self.content) if isinstance(leaf, Tensor))
+
+
+def read(batches: Iterable[Any], model: nn.Module) -> Iterator[Batch]:
+    """The batches one after another, checked, on the device of the model's first parameter."""
+    device = next(model.parameters()).device
+    index = -1
+    for index, content in enumerate(batches):
+        content = dict(content) if isinstance(content, Mapping) else content
+        leaves = [leaf for leaf in tree_leaves(content) if isinstance(leaf, Tensor) and leaf.ndim]
+        if not leaves:
+            raise DataError(
+                f"batch {index} is a {type(content).__name__} without tensors. Give batches of (inputs, targets), "
+                "or dicts with the labels under 'labels'."
+            )
+        sizes = {leaf.shape[0] for leaf in leaves}
+        if len(sizes) > 1:
+            raise DataError(
+                f"batch {index}: the first axes of its tensors disagree ({sorted(sizes)}), so examples cannot be told "
+                "apart. A tensor shared by all examples belongs in `forward=`, not in the batch."
+            )
+        size = sizes.pop()
+        if size == 0:
+            raise DataError(f"batch {index} is empty.")
+
+        def move(leaf: Any) -> Any:
+            return leaf.to(device) if isinstance(leaf, Tensor) else leaf
+
+        yield _parted(index, tree_map(move, content), size)
+    if index < 0:
+        raise DataError("there are no batches: the loader is empty, or an iterator that was already used up.")
+
+
+def run(model: nn.Module, batch: Batch, forward: Forward | None) -> Any:
+    """The model's output: its logits where it returns an object that has them."""
+    if forward is not None:
+        return forward(model, batch.content)
+    if isinstance(batch.inputs, Mapping):
+        output = model(**batch.inputs)
+    elif isinstance(batch.inputs, (tuple, list)):
+        output = model(*batch.inputs)
+    else:
+        output = model(batch.inputs)
+    if isinstance(output, Mapping):
+        return output.get("logits", output)
+    return getattr(output, "logits", output)
+
+
+def require_rows(output: Any, batch: Batch) -> None:
+    """Raise unless a tensor output has one finite row per example."""
+    if not isinstance(output, Tensor):
+        return
+    if output.ndim == 0 or output.shape[0] != batch.size:
+        raise DataError(
+            f"batch {batch.index} has {batch.size} examples, but the model's output has shape {tuple(output.shape)}: "
+            "its first axis must be the examples. `forward=` can reshape it."
+        )
+    if not bool(output.isfinite().all()):
+        clean = all(
+            bool(leaf.isfinite().all())
+            for leaf in tree_leaves(batch.content)
+            if isinstance(leaf, Tensor) and leaf.is_floating_point()
+        )
+        cause = "though the batch itself is finite" if clean else "because the batch itself is not"
+        raise DataError(f"batch {batch.index}: the model's output is not finite, {cause}. Nothing was changed.")
+
+
+def _parted(index: int, content: Any, size: int) -> Batch:
+    if isinstance(content, Mapping):
+        label = next((key for key in _LABELS if key in content), None)
+        inputs: Any = {key: value for key, value in content.items() if key != label}
+        return Batch(index, content, inputs, content[label] if label else None, size)
+    if isinstance(content, (tuple, list)) and len(content) > 1:
+        *front, target = content
+        return Batch(index, content, front[0] if len(front) == 1 else tuple(front), target, size)
+    inputs = content[0] if isinstance(content, (tuple, list)) else content
+    return Batch(index, content, inputs, None, size)

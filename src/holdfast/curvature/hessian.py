@@ -1,0 +1,129 @@
+"""F′: the diagonal of the Hessian of the negative log-likelihood, exact or estimated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from ..errors import ArgumentError
+from ..likelihood import Likelihood
+from ..params import trainable, unwrapped
+from ..precision import SignedDiagonal
+from ..untouched import untouched
+from .batches import Forward, read, run
+from .scores import Scoring, accumulators, require_finite_scores
+
+_ROWS_AT_ONCE = 64
+
+
+def diagonal_hessian(
+    model: nn.Module, batches: Iterable[Any], likelihood: Likelihood, *, forward: Forward | None = None
+) -> SignedDiagonal:
+    """F′ᵢ = Σₙ ∂²(−log p(yₙ | xₙ))/∂θᵢ², exact, with the data's labels (Yang 2022).
+
+    It takes a second-order pass per parameter entry and batch: for models of some ten thousand entries. Larger ones:
+    `hutchinson_hessian`. Away from a minimum entries can be negative; `.clamped()` sets those to zero.
+    """
+
+    def diagonal(gradients: Sequence[Tensor], parameters: Sequence[Tensor]) -> list[Tensor]:
+        return [_exact_diagonal(gradient, p) for gradient, p in zip(gradients, parameters, strict=True)]
+
+    return _summed(model, batches, likelihood, forward, diagonal)
+
+
+def hutchinson_hessian(
+    model: nn.Module,
+    batches: Iterable[Any],
+    likelihood: Likelihood,
+    *,
+    probes: int = 32,
+    seed: int = 0,
+    forward: Forward | None = None,
+) -> SignedDiagonal:
+    """An unbiased estimate of F′ from Hessian-vector products: E[v ∘ Hv] with random signs v (Bekas 2007).
+
+    The variance of an entry is Σ_{j≠i} H_ij² / probes. A probe is the same for all batches, so the estimate does not
+    depend on how the data is cut; each costs about two gradient passes.
+    """
+    if probes < 1:
+        raise ArgumentError(f"an estimate needs at least one probe, got probes={probes}.")
+
+    def diagonal(gradients: Sequence[Tensor], parameters: Sequence[Tensor]) -> list[Tensor]:
+        estimates = [torch.zeros_like(p) for p in parameters]
+        for probe in range(probes):
+            generator = torch.Generator().manual_seed(seed * 1_000_003 + probe)
+            signs = [_signs(p, generator) for p in parameters]
+            along: Tensor = sum((g * v).sum() for g, v in zip(gradients, signs, strict=True))  # type: ignore[assignment]
+            if not along.requires_grad:
+                break
+            products = torch.autograd.grad(along, parameters, retain_graph=True, materialize_grads=True)
+            for estimate, v, product in zip(estimates, signs, products, strict=True):
+                estimate += v * product / probes
+        return estimates
+
+    return _summed(model, batches, likelihood, forward, diagonal)
+
+
+def _summed(
+    model: nn.Module,
+    batches: Iterable[Any],
+    likelihood: Likelihood,
+    forward: Forward | None,
+    diagonal: Callable[[Sequence[Tensor], Sequence[Tensor]], list[Tensor]],
+) -> SignedDiagonal:
+    """Sum over the batches what `diagonal` makes of a batch's differentiable gradient."""
+    model = unwrapped(model)
+    named = trainable(model)
+    parameters = list(named.values())
+    total = accumulators(named)
+    scoring = Scoring(likelihood, "observed", seed=0)
+    # The fused attention kernels have no second derivative; the plain one has.
+    with untouched(model), sdpa_kernel(SDPBackend.MATH):
+        for batch in read(batches, model):
+            batch, losses = scoring(run(model, batch, forward), batch)
+            gradients = torch.autograd.grad(losses.sum(), parameters, create_graph=True, materialize_grads=True)
+            for name, entries in zip(named, diagonal(gradients, parameters), strict=True):
+                total[name] += entries.detach().to(total[name].dtype)
+            del losses, gradients
+            require_finite_scores(total, batch)
+    return SignedDiagonal(total, (scoring.source(total, named),))
+
+
+def _exact_diagonal(gradient: Tensor, parameter: Tensor) -> Tensor:
+    """∂gᵢ/∂θᵢ for every entry, some rows of the Hessian at a time."""
+    size = parameter.numel()
+    if not gradient.requires_grad:
+        return torch.zeros_like(parameter)
+    found = []
+    for start in range(0, size, _ROWS_AT_ONCE):
+        rows = torch.arange(start, min(start + _ROWS_AT_ONCE, size), device=parameter.device)
+        picks = torch.zeros(len(rows), size, dtype=gradient.dtype, device=gradient.device)
+        picks[torch.arange(len(rows)), rows] = 1
+        hessian_rows = _rows(gradient, parameter, picks.view(-1, *parameter.shape))
+        found.append(hessian_rows.reshape(len(rows), size)[torch.arange(len(rows)), rows])
+    return torch.cat(found).view(parameter.shape)
+
+
+def _rows(gradient: Tensor, parameter: Tensor, picks: Tensor) -> Tensor:
+    try:
+        (rows,) = torch.autograd.grad(
+            gradient, parameter, picks, retain_graph=True, is_grads_batched=True, materialize_grads=True
+        )
+    except RuntimeError:
+        # An operation without a batching rule: the same rows, one by one.
+        rows = torch.stack(
+            [
+                torch.autograd.grad(gradient, parameter, pick, retain_graph=True, materialize_grads=True)[0]
+                for pick in picks
+            ]
+        )
+    return rows
+
+
+def _signs(like: Tensor, generator: torch.Generator) -> Tensor:
+    coins = torch.randint(0, 2, like.shape, generator=generator, dtype=torch.int8)
+    return (2 * coins - 1).to(dtype=like.dtype, device=like.device)

@@ -1,0 +1,143 @@
+"""Linear layers without inner axes: Σₙ (gₙaₙᵀ)² = (g²)ᵀ(a²), one matmul for a whole batch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from .batches import Batch, Forward
+from .scores import Scoring, accumulation, example_scores
+
+# How far a tapped score may be from the plain one before the layer is left to the general path.
+_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.1}
+
+
+@dataclass(frozen=True)
+class Tap:
+    """One call of one layer: its inputs, and the place in the graph where its output's gradient passes."""
+
+    weight: str | None
+    bias: str | None
+    inputs: Tensor  # (batch, in)
+    version: int
+    edge: GradientEdge
+
+    @property
+    def names(self) -> list[str]:
+        return [name for name in (self.weight, self.bias) if name is not None]
+
+    def add_squares_(self, total: Mapping[str, Tensor], grad: Tensor) -> None:
+        """Add Σₙ scoreₙ² to the totals, `grad` being the gradient of the layer's output, (batch, out)."""
+        # Outside autocast, which would run the matmul in half precision.
+        with torch.autocast(grad.device.type, enabled=False):
+            squares = grad.to(accumulation(grad)).square()
+            if self.weight is not None:
+                total[self.weight] += squares.T @ self.inputs.to(squares.dtype).square()
+            if self.bias is not None:
+                total[self.bias] += squares.sum(0)
+
+    def score(self, grad: Tensor, n: int) -> list[Tensor]:
+        """Example n's gradients, in the order of `names`."""
+        outer = torch.outer(grad[n], self.inputs[n].to(grad.dtype))
+        return [outer] * (self.weight is not None) + [grad[n]] * (self.bias is not None)
+
+
+class Taps:
+    """Listens at a model's Linear layers."""
+
+    def __init__(self, model: nn.Module, named: Mapping[str, Tensor]) -> None:
+        names = {id(parameter): name for name, parameter in named.items()}
+        self._named = named
+        self._layers = {
+            module: (names.get(id(module.weight)), names.get(id(module.bias)))
+            for module in model.modules()
+            if type(module) is nn.Linear and (id(module.weight) in names or id(module.bias) in names)
+        }
+        self._calls: list[tuple[nn.Linear, Tensor, int, GradientEdge | None]] = []
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Hear the calls of one forward pass."""
+
+        def heard(module: nn.Linear, args: tuple[Any, ...], output: Tensor) -> None:
+            # The edge and not the output: an in-place activation would turn the output into its own result.
+            edge = get_gradient_edge(output) if output.requires_grad else None
+            inputs = args[0] if args else output
+            self._calls.append((module, inputs.detach(), inputs._version, edge))
+
+        self._calls.clear()
+        handles = [layer.register_forward_hook(heard) for layer in self._layers]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def exact(self, losses: Tensor, batch: Batch) -> list[Tap]:
+        """The calls that this path can serve exactly: of layers called once, whose parameters have no other use."""
+        calls = Counter(module for module, *_ in self._calls)
+        uses = _uses(losses)
+        taps = []
+        for module, inputs, version, edge in self._calls:
+            weight, bias = self._layers[module]
+            alone = all(uses[id(self._named[name])] == 1 for name in (weight, bias) if name is not None)
+            plain = inputs.ndim == 2 and inputs.shape[0] == batch.size and inputs._version == version
+            if calls[module] == 1 and alone and plain and edge is not None:
+                taps.append(Tap(weight, bias, inputs, version, edge))
+        self._calls.clear()
+        return taps
+
+
+def verified(
+    taps: list[Tap],
+    losses: Tensor,
+    batch: Batch,
+    model: nn.Module,
+    scoring: Scoring,
+    forward: Forward | None,
+    named: Mapping[str, Tensor],
+) -> list[Tap]:
+    """The taps whose score of the last example is that of the example alone.
+
+    They differ where a first axis only looks like the examples (positions, when there are as many), or where the
+    model lets examples see each other. Those parameters are left to the general path, which takes one at a time.
+    """
+    n = batch.size - 1
+    grads = torch.autograd.grad(losses.sum(), [tap.edge for tap in taps], retain_graph=True)
+    names = [name for tap in taps for name in tap.names]
+    columns = example_scores(model, batch.example(n), scoring, forward, [named[name] for name in names])
+    plain = dict(zip(names, (sum(parts) for parts in zip(*columns, strict=True)), strict=True))
+
+    def agrees(tap: Tap, grad: Tensor) -> bool:
+        tolerance = max(_TOLERANCE[grad.dtype], _TOLERANCE[losses.dtype])
+        return all(
+            bool((tapped - plain[name]).norm() <= tolerance * plain[name].norm() + torch.finfo(tapped.dtype).tiny)
+            for name, tapped in zip(tap.names, tap.score(grad, n), strict=True)
+        )
+
+    return [tap for tap, grad in zip(taps, grads, strict=True) if agrees(tap, grad)]
+
+
+def _uses(losses: Tensor) -> Counter[int]:
+    """How often each parameter enters the graph of the losses, by id."""
+    uses: Counter[int] = Counter()
+    seen = {losses.grad_fn}
+    stack = [losses.grad_fn]
+    while stack:
+        node = stack.pop()
+        for following, _ in node.next_functions if node is not None else ():
+            if following is None:
+                continue
+            if hasattr(following, "variable"):
+                uses[id(following.variable)] += 1
+            elif following not in seen:
+                seen.add(following)
+                stack.append(following)
+    return uses

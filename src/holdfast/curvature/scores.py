@@ -1,0 +1,119 @@
+"""Scores: gradients of one example's negative log-likelihood, under labels of one's choice."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import ArgumentError, DataError, InertError
+from ..likelihood import Likelihood
+from ..params import digest, fingerprint, fingerprints
+from ..precision import Source
+from .batches import Batch, Forward, require_rows, run
+
+Targets = Literal["expected", "sampled", "observed"]
+
+
+class Scoring:
+    """Whose labels the scores are for; counts the data as it goes by.
+
+    A score is the gradient of a pseudo-loss. With observed or sampled labels there is one per example, its nll. With
+    expected ones there are as many as the likelihood's root has columns, and their squares sum to the exact Fisher.
+    """
+
+    def __init__(self, likelihood: Likelihood, targets: Targets | None, seed: int) -> None:
+        if not isinstance(likelihood, Likelihood):
+            raise ArgumentError(
+                f"a likelihood is needed, such as holdfast.categorical, got {likelihood!r}. For a loss function of "
+                "your own use holdfast.custom(function)."
+            )
+        if targets not in (None, "expected", "sampled", "observed"):
+            raise ArgumentError(f"targets must be 'expected', 'sampled' or 'observed', got {targets!r}.")
+        self.likelihood = likelihood
+        self.targets: str | None = targets
+        self.num_data = 0.0
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def __call__(self, output: Any, batch: Batch) -> tuple[Batch, Tensor]:
+        """The batch with its labels, and its pseudo-losses, of shape (columns, batch)."""
+        require_rows(output, batch)
+        try:
+            self.targets = self.targets or self.likelihood.default_targets(output)
+            if self.targets == "observed" and batch.target is None:
+                raise DataError("targets='observed' needs labels, and there are none. Give (inputs, targets).")
+            if self.targets == "sampled":
+                drawn = self.likelihood.sampled(output.detach(), batch.target, self._generator)
+                batch = replace(batch, target=drawn)
+            losses = self.losses(output, batch.target)
+        except DataError as error:
+            raise DataError(f"batch {batch.index}: {error}") from error
+        if losses.shape[1] != batch.size:
+            raise DataError(
+                f"batch {batch.index} has {batch.size} examples, but {self.likelihood.name} gave "
+                f"{losses.shape[1]} negative log-likelihoods."
+            )
+        if not losses.requires_grad:
+            raise InertError(
+                "the model's output does not depend on its trainable parameters, so the curvature would be zero. Does "
+                "its forward run under no_grad, or detach its output?"
+            )
+        self.num_data += self.likelihood.count(batch.size, batch.target)
+        return batch, losses
+
+    def losses(self, output: Any, target: Any) -> Tensor:
+        """Pseudo-losses of shape (columns, batch), whose gradients are the scores."""
+        if self.targets == "expected":
+            root = self.likelihood.root(output.detach())  # (columns, batch, *outputs)
+            scores: Tensor = root * output
+            return scores.reshape(*scores.shape[:2], -1).sum(-1)
+        return self.likelihood.nll(output, target).unsqueeze(0)
+
+    def source(self, result: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> Source:
+        """Where `result`, computed at `weights`, came from."""
+        if self.num_data <= 0:
+            raise DataError("no label counts: every position of every batch is ignored.")
+        return Source(
+            id=digest(f"{fingerprint(result)} {self.num_data} {self.likelihood.name} {self.targets}"),
+            num_data=self.num_data,
+            unit=self.likelihood.unit,
+            likelihood=self.likelihood.name,
+            targets=str(self.targets),
+            weights=fingerprints(weights),
+        )
+
+
+def example_scores(
+    model: nn.Module, example: Batch, scoring: Scoring, forward: Forward | None, parameters: Sequence[Tensor]
+) -> list[tuple[Tensor, ...]]:
+    """The scores of a batch of one, by plain autograd: one tuple of gradients per column. Right for any model."""
+    losses = scoring.losses(run(model, example, forward), example.target)
+    last = len(losses) - 1
+    return [
+        torch.autograd.grad(loss.sum(), parameters, retain_graph=column < last, materialize_grads=True)
+        for column, loss in enumerate(losses)
+    ]
+
+
+def accumulators(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Zeros to sum into: float32 at least, because half precision stops growing after a few hundred terms."""
+    return {name: torch.zeros_like(p, dtype=accumulation(p), requires_grad=False) for name, p in named.items()}
+
+
+def accumulation(tensor: Tensor) -> torch.dtype:
+    """The dtype that sums over examples are kept in."""
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
+def require_finite_scores(total: Mapping[str, Tensor], batch: Batch) -> None:
+    """Raise if the sums are no longer finite after `batch`, naming it and the parameters."""
+    finite = torch.stack([entries.sum().isfinite().cpu() for entries in total.values()])
+    if not bool(finite.all()):
+        broken = [f"`{name}`" for name, fine in zip(total, finite.tolist(), strict=True) if not fine]
+        raise DataError(
+            f"batch {batch.index}: the gradients of {', '.join(broken[:6])} are not finite (or overflow when squared). "
+            "Nothing was changed."
+        )

@@ -1,0 +1,33 @@
+"""What can go wrong, by kind: every error of the library is a `HoldfastError` and says what to do."""
+
+
+class HoldfastError(Exception):
+    """The root of every error raised on purpose."""
+
+
+class ArgumentError(HoldfastError, ValueError):
+    """An argument outside its range, or two that exclude each other."""
+
+
+class MismatchError(HoldfastError, ValueError):
+    """Two things that must agree do not: names, shapes, units, structures or weights."""
+
+
+class DataError(HoldfastError, ValueError):
+    """The batches cannot be used: empty, of the wrong form, or not finite."""
+
+
+class SingularError(HoldfastError, ArithmeticError):
+    """A precision without an inverse was asked for a density, a sample or a determinant."""
+
+
+class InertError(HoldfastError, RuntimeError):
+    """A penalty that would do nothing, or did nothing."""
+
+
+class MemoryFileError(HoldfastError, OSError):
+    """A memory file that is damaged, foreign, or newer than this version."""
+
+
+class HoldfastWarning(UserWarning):
+    """Something that is allowed, and probably not meant."""

@@ -1,0 +1,217 @@
+"""Named parameters: canonical names through wrappers, aliases of tied ones, and the one comparison."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from .errors import ArgumentError, InertError, MismatchError
+
+# The child through which a wrapper shows the model it wraps, by class name: the classes themselves
+# live in packages that may not be installed.
+_TRANSPARENT = {
+    "DistributedDataParallel": "module",
+    "DataParallel": "module",
+    "AveragedModel": "module",
+    "DeepSpeedEngine": "module",
+    "OptimizedModule": "_orig_mod",
+    "FullyShardedDataParallel": "_fsdp_wrapped_module",
+    "CheckpointWrapper": "_checkpoint_wrapped_module",
+    "PeftModel": "base_model",
+    "BaseTuner": "model",
+    "BaseTunerLayer": "base_layer",
+    "ModulesToSaveWrapper": "modules_to_save",
+}
+_PEFT_LAYERS = {"BaseTunerLayer", "ModulesToSaveWrapper"}
+
+
+def _is_hidden(path: list[nn.Module], child: str) -> bool:
+    """Whether `child`, a child of the last module of `path`, is a wrapper's detail and not part of the name."""
+    owner = path[-1]
+    if child in _transparent_children(type(owner).__mro__):
+        return True
+    # PEFT keeps `lora_A.<adapter>.weight`, and a retrained module under `modules_to_save.<adapter>`.
+    adapters = isinstance(owner, (nn.ModuleDict, nn.ParameterDict)) and len(path) > 1
+    return adapters and bool(_PEFT_LAYERS & {base.__name__ for base in type(path[-2]).__mro__})
+
+
+@functools.cache
+def _transparent_children(bases: tuple[type, ...]) -> frozenset[str]:
+    return frozenset(_TRANSPARENT[base.__name__] for base in bases if base.__name__ in _TRANSPARENT)
+
+
+def _walk(path: list[nn.Module], prefix: str = "") -> Iterator[tuple[str, list[nn.Module]]]:
+    """Every module, as the path to it, under its canonical prefix; shared ones as often as they are used."""
+    yield prefix, path
+    for key, child in path[-1]._modules.items():
+        if child is not None and child not in path:
+            yield from _walk([*path, child], prefix if _is_hidden(path, key) else f"{prefix}{key}.")
+
+
+def _uses(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Every name of every parameter, in the order of `named_parameters`."""
+    for prefix, path in _walk([model]):
+        for key, parameter in path[-1]._parameters.items():
+            if parameter is not None:
+                yield prefix.rstrip(".") if _is_hidden(path, key) else f"{prefix}{key}", parameter
+
+
+def _named(model: nn.Module) -> tuple[dict[str, nn.Parameter], dict[str, tuple[str, ...]]]:
+    """The parameters under their first name, and the other names of those that are tied."""
+    first: dict[int, str] = {}
+    found: dict[str, nn.Parameter] = {}
+    others: dict[str, tuple[str, ...]] = {}
+    for name, parameter in _uses(model):
+        if is_lazy(parameter):
+            raise ArgumentError(f"`{name}` has no shape yet. Run the model once on a batch before using it here.")
+        if id(parameter) in first:
+            known = first[id(parameter)]
+            if name != known and name not in others.get(known, ()):
+                others[known] = (*others.get(known, ()), name)
+        elif name in found and found[name].requires_grad and parameter.requires_grad:
+            raise MismatchError(
+                f"two trainable parameters are both called `{name}` once wrappers and adapter names are "
+                "stripped. Freeze the adapter that is not in use."
+            )
+        elif name not in found or parameter.requires_grad:
+            first[id(parameter)] = name
+            found[name] = parameter
+    return found, others
+
+
+def all_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Every parameter, frozen ones too, by canonical name: once each, tied or not."""
+    return _named(model)[0]
+
+
+def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that require gradients, by canonical name.
+
+    >>> list(trainable(nn.DataParallel(nn.Linear(2, 1))))
+    ['weight', 'bias']
+    """
+    found = {name: p for name, p in all_parameters(model).items() if p.requires_grad}
+    if not found:
+        raise InertError(
+            f"{type(model).__name__} has no trainable parameters, so there is nothing to hold. "
+            "Was it frozen with requires_grad_(False)?"
+        )
+    return found
+
+
+def aliases(model: nn.Module) -> dict[str, tuple[str, ...]]:
+    """For each tied parameter, the names it has besides its canonical one."""
+    return _named(model)[1]
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside data-parallel and compilation wrappers, whose own forward does more than the model's."""
+    while type(model).__name__ in ("DistributedDataParallel", "DataParallel", "OptimizedModule"):
+        model = getattr(model, _TRANSPARENT[type(model).__name__])
+    return model
+
+
+def buffers(model: nn.Module) -> dict[str, Tensor]:
+    """The buffers that a state dict keeps (BatchNorm's statistics), by canonical name."""
+    return {
+        f"{prefix}{key}": buffer
+        for prefix, path in _walk([model])
+        for key, buffer in path[-1]._buffers.items()
+        if buffer is not None and key not in path[-1]._non_persistent_buffers_set
+    }
+
+
+def shapes(tensors: Mapping[str, Tensor]) -> dict[str, torch.Size]:
+    """The shape of each tensor."""
+    return {name: tensor.shape for name, tensor in tensors.items()}
+
+
+def matched(
+    model: nn.Module,
+    wanted: Mapping[str, torch.Size],
+    *,
+    ties: Mapping[str, tuple[str, ...]] | None = None,
+    grown: bool = False,
+) -> dict[str, nn.Parameter]:
+    """The model's parameters under a memory's names: the one place where names and shapes are compared.
+
+    `wanted` may cover fewer parameters than the model has. With `grown`, a parameter may be larger than the
+    memory's in any axis. Anything else that differs raises, and names what differs.
+    """
+    found, others = _named(model)
+    for first, more in others.items():
+        found.update(dict.fromkeys(more, found[first]))
+
+    missing = [name for name in wanted if name not in found]
+    if wanted and len(missing) == len(wanted):
+        raise InertError(
+            "no parameter of the memory is in this model, so nothing would be held. "
+            f"The memory has {_some(wanted)}; the model has {_some(found)}."
+        )
+    wrong = [f"it has {_some(missing)}, which the model lacks"] if missing else []
+    smaller = larger = False
+    for name, want in wanted.items():
+        got = found[name].shape if name in found else want
+        if got != want and not (grown and _contains(got, want)):
+            larger |= _contains(got, want)
+            smaller |= not _contains(got, want)
+            wrong.append(f"`{name}` has shape {tuple(got)} in the model and {tuple(want)} in the memory")
+    for name, more in (ties or {}).items():
+        parted = [other for other in more if name in found and other in found and found[other] is not found[name]]
+        if parted:
+            wrong.append(f"`{name}` and {_some(parted)} were one parameter when the memory was made and are not now")
+    if wrong:
+        cure = (
+            " If layers grew, call posterior.expanded(model) first."
+            if larger and not smaller and not missing
+            else " Use the model the memory was made from, or make a new memory."
+        )
+        raise MismatchError(f"this memory is of another model: {'; '.join(wrong)}.{cure}")
+    return {name: found[name] for name in wanted}
+
+
+def require_shapes(got: Mapping[str, torch.Size], want: Mapping[str, torch.Size], *, what: str, than: str) -> None:
+    """Raise unless everything named in `got` is in `want`, with the same shape."""
+    unknown = [name for name in got if name not in want]
+    if unknown:
+        raise MismatchError(f"{what} has {_some(unknown)}, which {than} lacks.")
+    for name, shape in got.items():
+        if shape != want[name]:
+            raise MismatchError(f"`{name}` has shape {tuple(shape)} in {what} and {tuple(want[name])} in {than}.")
+
+
+def _contains(large: torch.Size, small: torch.Size) -> bool:
+    return len(large) == len(small) and all(a >= b for a, b in zip(large, small, strict=True))
+
+
+def _some(names: Mapping[str, object] | list[str], limit: int = 6) -> str:
+    listed = [f"`{name}`" for name in list(names)[:limit]]
+    rest = len(names) - len(listed)
+    return ", ".join(listed) + (f" and {rest} more" if rest > 0 else "") if listed else "nothing"
+
+
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def fingerprints(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """A short identity of each tensor, the same on every device: bits are summed as integers, which nothing rounds."""
+    found = {}
+    for name, tensor in tensors.items():
+        bits = tensor.detach().contiguous().view(_BITS[tensor.element_size()]).sum(dtype=torch.int64)
+        found[name] = digest(f"{tuple(tensor.shape)} {tensor.dtype} {bits.item()}")[:16]
+    return found
+
+
+def fingerprint(tensors: Mapping[str, Tensor]) -> str:
+    """A short identity of all the tensors and their names, in whatever order."""
+    return digest(str(sorted(fingerprints(tensors).items())))
+
+
+def digest(text: str) -> str:
+    """A short name for a text: the first half of its SHA-256, in hexadecimal."""
+    return hashlib.sha256(text.encode()).hexdigest()[:32]

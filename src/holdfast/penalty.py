@@ -1,0 +1,121 @@
+"""The quadratic penalty ½ (θ−μ)ᵀΛ(θ−μ): as a value to differentiate, and as a gradient to add."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from .errors import InertError
+from .params import matched, shapes
+from .posterior import Memory, Posterior, as_posterior
+from .precision.base import inner
+
+
+def penalty(model: nn.Module, posterior: Posterior | Memory) -> Tensor:
+    """½ (θ−μ)ᵀΛ(θ−μ) in nats, differentiable in the model's parameters.
+
+    The Bayes objective for a mean loss over N new examples is `nll.mean() + penalty / N`. Inside a trainer prefer
+    `hold`, which is right under gradient accumulation, clipping and mixed precision too.
+    """
+    posterior = as_posterior(posterior)
+    require_something_held(posterior)
+    value = 0.5 * posterior.precision.quadratic(posterior.delta(model))
+    return value.to(next(model.parameters()).device)
+
+
+def penalty_gradient(model: nn.Module, posterior: Posterior | Memory) -> dict[str, Tensor]:
+    """Λ(θ−μ), the gradient of `penalty` without a graph, for the parameters that Λ covers."""
+    posterior = as_posterior(posterior)
+    with torch.no_grad():
+        return posterior.precision.matvec(posterior.delta(model))
+
+
+class Term(Protocol):
+    """Something that holds a model: a value in nats, and its gradient. `hold` takes terms.
+
+    `params` is always what `held` gave just now: parameters are looked up in the model at every step, because
+    trainers replace them.
+    """
+
+    @property
+    def num_data(self) -> float:
+        """How many old examples it stands for."""
+
+    @property
+    def unit(self) -> str:
+        """What `num_data` counts."""
+
+    def held(self, model: nn.Module) -> dict[str, nn.Parameter]:
+        """The parameters it acts on, none if it holds nothing; raises where the model does not fit."""
+
+    def value(self, params: Mapping[str, nn.Parameter]) -> Tensor:
+        """The term in nats, without a graph."""
+
+    def add_gradient_(self, params: Mapping[str, nn.Parameter], scale: float | Tensor, only: Collection[int]) -> Tensor:
+        """Add scale · ∇term to `.grad` of the parameters whose ids are in `only`; returns the term's value."""
+
+
+@dataclass(frozen=True)
+class Quadratic:
+    """The posterior's penalty as a term. A flat posterior is a term that acts on nothing."""
+
+    posterior: Posterior
+
+    @property
+    def num_data(self) -> float:
+        return self.posterior.num_data
+
+    @property
+    def unit(self) -> str:
+        return self.posterior.unit
+
+    @cached_property
+    def _shapes(self) -> dict[str, torch.Size]:
+        require_something_held(self.posterior)
+        return {} if self.posterior.precision.is_zero() else self.posterior.precision.shapes
+
+    def held(self, model: nn.Module) -> dict[str, nn.Parameter]:
+        params = matched(model, shapes(self.posterior.mean), ties=self.posterior.ties)
+        return {name: params[name] for name in self._shapes}
+
+    def value(self, params: Mapping[str, nn.Parameter]) -> Tensor:
+        with torch.no_grad():
+            return 0.5 * self.posterior.precision.quadratic(self._delta(params))
+
+    def add_gradient_(self, params: Mapping[str, nn.Parameter], scale: float | Tensor, only: Collection[int]) -> Tensor:
+        with torch.no_grad():
+            delta = self._delta(params)
+            pull = self.posterior.precision.matvec(delta)
+            for name, gradient in pull.items():
+                if id(params[name]) in only:
+                    _add_(params[name], gradient, scale)
+            return 0.5 * inner(delta, pull)
+
+    def _delta(self, params: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+        return {name: p.to(self.posterior.mean[name]) - self.posterior.mean[name] for name, p in params.items()}
+
+
+def require_something_held(posterior: Posterior) -> None:
+    """Raise for a precision that is zero though it was computed from data: the penalty would silently do nothing."""
+    if posterior.num_data > 0 and posterior.precision.is_zero():
+        raise InertError(
+            f"the precision is zero everywhere although it stands for {posterior.num_data:g} {posterior.unit}s: the "
+            "penalty would do nothing. Is the model saturated, or its output independent of its weights?"
+        )
+
+
+def _add_(parameter: nn.Parameter, gradient: Tensor, scale: float | Tensor) -> None:
+    if isinstance(scale, Tensor):
+        scale = scale.to(gradient.device)
+    step = (scale * gradient).to(device=parameter.device, dtype=parameter.dtype)
+    if parameter.grad is None:
+        parameter.grad = step
+    elif parameter.grad.is_sparse:
+        parameter.grad = parameter.grad.to_dense() + step
+    else:
+        parameter.grad += step

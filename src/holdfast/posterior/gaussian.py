@@ -1,0 +1,167 @@
+"""The Gaussian over named parameters that stands for what a model knew."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import ArgumentError, MismatchError
+from ..params import aliases, buffers, digest, fingerprint, matched, require_shapes, shapes, trainable
+from ..precision import Diagonal, Precision, SignedDiagonal, Source
+from ..precision.base import grown, require_finite
+
+
+@dataclass(frozen=True, eq=False)
+class Posterior:
+    """p(θ | data) ≈ N(mean, precision⁻¹) over named parameters.
+
+    `precision` may cover fewer parameters than `mean`; there it is zero, and the parameter is free. `ties` lists the
+    other names of tied parameters.
+    """
+
+    mean: dict[str, Tensor]
+    precision: Precision
+    ties: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    parents: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.mean:
+            raise ArgumentError("a posterior needs at least one parameter.")
+        for name, value in self.mean.items():
+            require_finite(f"mean of {name}", value)
+        if isinstance(self.precision, SignedDiagonal):
+            object.__setattr__(self, "precision", self.precision.precision())
+        require_shapes(self.precision.shapes, shapes(self.mean), what="the precision", than="the mean")
+
+    @property
+    def num_data(self) -> float:
+        """How many old examples (or tokens) it stands for; 0 for a prior."""
+        return self.precision.num_data
+
+    @property
+    def unit(self) -> str:
+        """What `num_data` counts; nothing for a prior alone."""
+        return self.precision.unit
+
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        """What it was learned from."""
+        return self.precision.sources
+
+    @property
+    def id(self) -> str:
+        """A short identity, of the values."""
+        return digest(f"{fingerprint(self.mean)} {fingerprint(self.precision.tensors)} {self.num_data}")
+
+    def delta(self, params: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """δ = θ − μ for a model or for named parameters, in the precision of the mean and on its device."""
+        if isinstance(params, nn.Module):
+            params = matched(params, shapes(self.mean), ties=self.ties)
+        else:
+            require_shapes(shapes(self.mean), shapes(params), what="the posterior", than="the parameters given")
+        return {name: params[name].to(mean) - mean for name, mean in self.mean.items()}
+
+    def log_prob(self, params: nn.Module | Mapping[str, Tensor]) -> Tensor:
+        """log N(θ; μ, Λ⁻¹) = −½ δᵀΛδ + ½ log det Λ − (M/2) log 2π, in nats."""
+        free = [name for name in self.mean if name not in self.precision.shapes]
+        if free:
+            raise MismatchError(
+                f"the posterior says nothing about `{free[0]}` ({len(free)} such parameters), so it has no density "
+                "over all of them. Start from a proper prior: holdfast.prior(model, precision=...)."
+            )
+        size = sum(mean.numel() for mean in self.mean.values())
+        normaliser = 0.5 * self.precision.logdet() - 0.5 * size * math.log(2 * math.pi)
+        return normaliser - 0.5 * self.precision.quadratic(self.delta(params))
+
+    def sample(self, generator: torch.Generator | None = None) -> dict[str, Tensor]:
+        """Parameters drawn from the posterior; those it does not cover stay at the mean."""
+        noise = self.precision.sample(generator)
+        return {name: mean + noise[name] if name in noise else mean.clone() for name, mean in self.mean.items()}
+
+    def expanded(self, model: nn.Module) -> Posterior:
+        """The posterior for a model whose parameters grew: new entries are free, and centred where the model is.
+
+        Growth is at the end of an axis, as when classes or tokens are added to a head or an embedding.
+        """
+        params = matched(model, shapes(self.mean), ties=self.ties, grown=True)
+        mean = {name: grown(mean, params[name].shape, params[name].detach()) for name, mean in self.mean.items()}
+        return replace(self, mean=mean, precision=self.precision.expanded(shapes(params)))
+
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Posterior:
+        """The same on another device, or in another floating dtype."""
+        mean = {name: value.to(device=device, dtype=dtype) for name, value in self.mean.items()}
+        return replace(self, mean=mean, precision=self.precision.to(device, dtype))
+
+
+@dataclass(frozen=True, eq=False)
+class Memory:
+    """What is kept of a model and its data: the posterior, and the buffers (BatchNorm statistics) it ran with."""
+
+    posterior: Posterior
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, value in self.buffers.items():
+            if value.is_floating_point():
+                require_finite(f"buffer {name}", value)
+
+    @staticmethod
+    def of(posterior: Posterior, model: nn.Module) -> Memory:
+        """The posterior together with the buffers the model has now."""
+        return Memory(posterior, {name: buffer.detach().clone() for name, buffer in buffers(model).items()})
+
+
+def as_posterior(memory: Posterior | Memory) -> Posterior:
+    """The posterior of either."""
+    if isinstance(memory, Memory):
+        return memory.posterior
+    if not isinstance(memory, Posterior):
+        raise ArgumentError(f"a Posterior or a Memory is needed, got {type(memory).__name__}.")
+    return memory
+
+
+def prior(model: nn.Module, precision: float = 0.0, mean: float | Mapping[str, Tensor] | None = None) -> Posterior:
+    """Where learning starts: flat (it holds nothing), or ℓ₂ towards this model, a number, or a given mean.
+
+    >>> prior(nn.Linear(2, 1), precision=0.1, mean=0.0).mean["bias"]
+    tensor([0.])
+    """
+    if not (math.isfinite(precision) and precision >= 0):
+        raise ArgumentError(f"a prior's precision must be a finite number ≥ 0, got {precision}.")
+    params = trainable(model)
+    if mean is None:
+        means = {name: kept(p) for name, p in params.items()}
+    elif isinstance(mean, Mapping):
+        require_shapes(shapes(params), shapes(mean), what="the model", than="the mean given")
+        means = {name: kept(mean[name]) for name in params}
+    else:
+        means = {name: torch.full_like(kept(p), float(mean)) for name, p in params.items()}
+    # One number behind every entry: a prior takes no memory until something is added to it.
+    entries = {name: value.new_full((), precision).expand(value.shape) for name, value in means.items()}
+    known = {name: more for name, more in aliases(model).items() if name in means}
+    source = Source(digest(f"prior {precision} {fingerprint(means)}"), 0.0, "", f"prior({precision:g})", "")
+    return Posterior(means, Diagonal(entries, (source,) if precision > 0 else ()), known)
+
+
+def restore_(model: nn.Module, memory: Posterior | Memory) -> None:
+    """Put the memory's mean, and its buffers if it has any, into the model."""
+    posterior = as_posterior(memory)
+    params = matched(model, shapes(posterior.mean), ties=posterior.ties)
+    kept_buffers = memory.buffers if isinstance(memory, Memory) else {}
+    found = buffers(model)
+    require_shapes(shapes(kept_buffers), shapes(found), what="the memory's buffers", than="the model")
+    with torch.no_grad():
+        for name, parameter in params.items():
+            parameter.copy_(posterior.mean[name])
+        for name, value in kept_buffers.items():
+            found[name].copy_(value)
+
+
+def kept(parameter: Tensor) -> Tensor:
+    """A copy to keep: float32 at least."""
+    dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
+    return parameter.detach().to(dtype, copy=True).contiguous()

@@ -1,0 +1,75 @@
+"""Posteriors of one model, made apart, multiplied into one."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from ..errors import ArgumentError, MismatchError
+from ..params import require_shapes, shapes
+from ..precision.base import added
+from .gaussian import Memory, Posterior, as_posterior
+
+
+def merge(*posteriors: Posterior | Memory, base: Posterior | Memory | None = None) -> Posterior:
+    """The product of Gaussians: Λ = ΣΛₜ, μ = Λ⁺ΣΛₜμₜ (J_original, and Fisher-weighted model merging).
+
+    ½ Σₜ (θ−μₜ)ᵀΛₜ(θ−μₜ) is the merged penalty plus a constant, so one Gaussian does for any number of tasks. Where ΣΛ
+    is zero the mean is that of the last posterior given. Children of one posterior share what it knew: name it as
+    `base` and it is counted once, Λ = ΣΛₜ − (n−1)Λ_base, and likewise for Λμ.
+    """
+    if len(posteriors) < 2:
+        raise ArgumentError(f"merging takes at least two posteriors, got {len(posteriors)}.")
+    first = as_posterior(posteriors[0])
+    like = next(iter(first.mean.values()))
+    parts = [as_posterior(posterior).to(like.device, like.dtype) for posterior in posteriors]
+    shared = None if base is None else as_posterior(base).to(like.device, like.dtype)
+    _require_counted_once(parts, shared)
+
+    # The last word on what is free; everything else is counted from here, so that it stays there exactly.
+    mean = {name: value for part in parts for name, value in part.mean.items()}
+    for part in parts:
+        require_shapes(shapes(part.mean), shapes(mean), what="one posterior", than="another")
+    precision = parts[0].precision
+    for part in parts[1:]:
+        precision = precision + part.precision
+    pulls = [_pull(part, mean) for part in parts]
+    if shared is not None:
+        repeats = len(parts) - 1
+        precision = precision - repeats * shared.precision
+        pulls.append({name: -repeats * value for name, value in _pull(shared, mean).items()})
+    shift = precision.solve(added(*pulls, {name: torch.zeros_like(value) for name, value in mean.items()}))
+    moved = {name: value + shift[name] if name in shift else value.clone() for name, value in mean.items()}
+    ties = {name: more for part in parts for name, more in part.ties.items()}
+    return Posterior(moved, precision, ties, tuple(part.id for part in parts))
+
+
+def _pull(part: Posterior, centre: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Λₜ(μₜ − centre)."""
+    return part.precision.matvec({name: value - centre[name] for name, value in part.mean.items()})
+
+
+def _require_counted_once(parts: Sequence[Posterior], base: Posterior | None) -> None:
+    """Raise where the same evidence would enter the product twice, or the base is not what the parts came from."""
+    seen = Counter(source.id for part in parts for source in part.sources)
+    known = {} if base is None else {source.id: source for source in base.sources}
+    repeated = [source for part in parts for source in part.sources if seen[source.id] > 1 and source.id not in known]
+    if repeated:
+        what = repeated[0]
+        data = f"{what.likelihood}, {what.num_data:g} {what.unit}s" if what.unit else what.likelihood
+        raise MismatchError(
+            f"these posteriors share evidence ({data}), which the product would count twice. If they started from one "
+            "posterior, name it: merge(a, b, base=that_posterior)."
+        )
+    for part in parts:
+        held = {source.id: source.num_data for source in part.sources}
+        for source in known.values():
+            if abs(held.get(source.id, -1.0) - source.num_data) > 1e-9 * source.num_data:
+                state = "was decayed or rescaled in" if source.id in held else "is not in"
+                raise MismatchError(
+                    f"the base's evidence ({source.likelihood}, {source.num_data:g} {source.unit}s) {state} one of the "
+                    "posteriors, so it cannot be divided out. Name the posterior that all of them started from."
+                )

@@ -1,0 +1,81 @@
+"""One task after another: p(θ | D₁, D₂) ∝ p(D₂ | θ) p(θ | D₁), re-centred at the new optimum."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import nn
+
+from ..errors import ArgumentError, MismatchError
+from ..params import aliases, fingerprints, matched, shapes
+from ..precision import Diagonal, Precision
+from ..precision.base import joined, thinned
+from .gaussian import Memory, Posterior, as_posterior, kept
+
+
+def consolidate(posterior: Posterior | Memory, model: nn.Module, fisher: Precision, *, decay: float = 1.0) -> Posterior:
+    """What the model knows after another task (the J of the derivation): μ ← θ*, Λ ← γΛ + F.
+
+    `fisher` must have been taken at the weights the model has now. A strength for the task is a factor,
+    `10 * fisher`; a `decay` γ below 1 forgets older tasks exponentially (online EWC). Parameters that are new in
+    `fisher` join the posterior.
+    """
+    posterior = as_posterior(posterior)
+    params, fisher = _checked(posterior, model, fisher, decay)
+    mean = {name: kept(parameter) for name, parameter in params.items()}
+    return Posterior(mean, decay * posterior.precision + fisher, _ties(posterior, model, params), (posterior.id,))
+
+
+def consolidate_(
+    posterior: Posterior | Memory, model: nn.Module, fisher: Precision, *, decay: float = 1.0
+) -> Posterior:
+    """`consolidate` in the memory of its arguments, one parameter at a time, for very large models. Diagonals only.
+
+    The tensors of `posterior` and `fisher` become those of the posterior returned: use only that afterwards.
+    """
+    posterior = as_posterior(posterior)
+    params, fisher = _checked(posterior, model, fisher, decay)
+    if not isinstance(posterior.precision, Diagonal) or not isinstance(fisher, Diagonal):
+        raise MismatchError(
+            f"consolidate_ works on diagonals, got {type(posterior.precision).__name__} and {type(fisher).__name__}. "
+            "Use consolidate, which makes a new posterior."
+        )
+    ties, parents = _ties(posterior, model, params), (posterior.id,)
+    sources = joined(thinned(posterior.sources, decay), fisher.sources)
+    mean, entries = dict(posterior.mean), dict(posterior.precision.entries)
+    for name, parameter in params.items():
+        mean[name] = mean[name].copy_(parameter.detach()) if name in mean else kept(parameter)
+        old, new = entries.get(name), fisher.entries.get(name)
+        if old is not None and old.is_contiguous():
+            entries[name] = old.mul_(decay) if new is None else old.mul_(decay).add_(new.to(old))
+        elif old is not None:  # a prior's one number, shared by all entries: the Fisher's memory takes over
+            entries[name] = decay * old if new is None else new.add_(decay * old.to(new))
+        elif new is not None:
+            entries[name] = new
+    return Posterior(mean, Diagonal(entries, sources), ties, parents)
+
+
+def _checked(
+    posterior: Posterior, model: nn.Module, fisher: Precision, decay: float
+) -> tuple[dict[str, nn.Parameter], Precision]:
+    """The parameters the new posterior covers, and the Fisher without the weights it was checked against."""
+    if not isinstance(fisher, Precision):
+        raise ArgumentError(
+            f"consolidate takes a precision, such as diagonal_fisher(...) gives, got {type(fisher).__name__}."
+        )
+    if not 0 <= decay <= 1:
+        raise ArgumentError(f"decay is the share of the old precision that is kept, between 0 and 1; got {decay}.")
+    params = matched(model, {**fisher.shapes, **shapes(posterior.mean)}, ties=posterior.ties)
+    now = fingerprints({name: params[name] for name in fisher.shapes})
+    for source in fisher.sources:
+        moved = [name for name, then in source.weights.items() if name in now and now[name] != then]
+        if moved:
+            raise MismatchError(
+                f"the Fisher was taken at other weights than the model has now: `{moved[0]}` has changed (and "
+                f"{len(moved) - 1} more). Compute it after training, just before consolidate."
+            )
+    return params, fisher.attributed(tuple(replace(source, weights={}) for source in fisher.sources))
+
+
+def _ties(posterior: Posterior, model: nn.Module, params: dict[str, nn.Parameter]) -> dict[str, tuple[str, ...]]:
+    return {**posterior.ties, **{name: more for name, more in aliases(model).items() if name in params}}

@@ -1,0 +1,255 @@
+"""What every Λ can do, whatever its structure, and what it remembers of where it came from."""
+
+from __future__ import annotations
+
+import abc
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from ..errors import ArgumentError, MismatchError, SingularError
+
+# A matrix over more entries than this is refused: in float32 it would take over a gigabyte.
+DENSE_LIMIT = 16_384
+
+
+@dataclass(frozen=True)
+class Source:
+    """One dataset, or one prior, that a precision was computed from.
+
+    `num_data` counts `unit`s and is scaled with the precision. `id` is a digest of the values, so that the same
+    evidence is recognised when it comes by two ways; `weights` are fingerprints of the weights it was taken at.
+    """
+
+    id: str
+    num_data: float
+    unit: str
+    likelihood: str
+    targets: str
+    weights: Mapping[str, str] = field(default_factory=dict)
+
+
+def thinned(sources: tuple[Source, ...], factor: float) -> tuple[Source, ...]:
+    """The sources with `factor` times as much data."""
+    return tuple(replace(source, num_data=source.num_data * factor) for source in sources)
+
+
+def parted(sources: tuple[Source, ...], out: tuple[Source, ...]) -> tuple[Source, ...]:
+    """The sources without the data of `out`."""
+    gone = {source.id: source.num_data for source in out}
+    return tuple(replace(source, num_data=source.num_data - gone.get(source.id, 0.0)) for source in sources)
+
+
+def require_nonnegative(rest: Tensor, whole: Tensor, name: str) -> Tensor:
+    """`rest` of a subtraction from `whole`, rounding errors below zero set to zero; more than that raises."""
+    rounding = 64 * torch.finfo(whole.dtype).eps * whole
+    if bool((rest < -rounding).any()):
+        raise MismatchError(
+            f"the base has more precision in `{name}` than what was made from it: it is not where they came from."
+        )
+    return rest.clamp(min=0)
+
+
+def joined(*groups: tuple[Source, ...]) -> tuple[Source, ...]:
+    """All sources, those with one id added up. Data counted in different units cannot be added."""
+    found: dict[str, Source] = {}
+    for source in (source for group in groups for source in group):
+        known = found.get(source.id)
+        found[source.id] = replace(source, num_data=source.num_data + known.num_data) if known else source
+    units = sorted({source.unit for source in found.values() if source.unit})
+    if len(units) > 1:
+        raise MismatchError(
+            f"one precision counts {units[0]}s and the other {units[1]}s; their sum would have no unit. Recompute one "
+            "of them with a likelihood of the other's unit."
+        )
+    return tuple(found.values())
+
+
+class Precision(abc.ABC):
+    """Λ over named parameters: symmetric, positive semi-definite, a sum over examples in nats.
+
+    Deltas are `dict[str, Tensor]` and may hold more names than Λ covers; where Λ covers nothing it is zero.
+    """
+
+    @property
+    @abc.abstractmethod
+    def sources(self) -> tuple[Source, ...]:
+        """The data and priors it was computed from."""
+
+    @property
+    @abc.abstractmethod
+    def shapes(self) -> dict[str, torch.Size]:
+        """The parameters it covers."""
+
+    @property
+    @abc.abstractmethod
+    def tensors(self) -> dict[str, Tensor]:
+        """What it keeps, by name."""
+
+    @abc.abstractmethod
+    def matvec(self, delta: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Λδ."""
+
+    @abc.abstractmethod
+    def solve(self, vector: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Λ⁺v, the smallest x with Λx = v; zero where Λ is zero."""
+
+    @abc.abstractmethod
+    def diagonal(self) -> dict[str, Tensor]:
+        """The diagonal of Λ, in the parameters' shapes."""
+
+    @abc.abstractmethod
+    def dense(self) -> Tensor:
+        """Λ as one matrix, over the flattened parameters in the order of `shapes`."""
+
+    @abc.abstractmethod
+    def logdet(self) -> Tensor:
+        """log det Λ. A singular Λ raises `SingularError`."""
+
+    @abc.abstractmethod
+    def sample(self, generator: torch.Generator | None = None) -> dict[str, Tensor]:
+        """A draw from N(0, Λ⁻¹). A singular Λ raises `SingularError`."""
+
+    @abc.abstractmethod
+    def expanded(self, shapes: Mapping[str, torch.Size]) -> Self:
+        """Λ for parameters that grew to `shapes`, zero on the new entries."""
+
+    @abc.abstractmethod
+    def scaled(self, factor: float) -> Self:
+        """factor · Λ, and as much of its data. Written `factor * Λ`."""
+
+    @abc.abstractmethod
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Self:
+        """The same on another device, or in another floating dtype."""
+
+    @abc.abstractmethod
+    def plus(self, other: Precision) -> Precision | None:
+        """The exact sum as one structure, or None where only a sum of terms is exact."""
+
+    def minus(self, part: Precision) -> Precision | None:
+        """Λ without a part of it, exact, or None where there is no closed form. Written `Λ - part`."""
+        return None
+
+    @abc.abstractmethod
+    def structure(self) -> dict[str, Any]:
+        """What a file must say to rebuild it from its tensors."""
+
+    @property
+    def num_data(self) -> float:
+        """How many examples (or tokens) it stands for."""
+        return sum(source.num_data for source in self.sources)
+
+    @property
+    def unit(self) -> str:
+        """What `num_data` counts: "example", "token", or nothing for a prior alone."""
+        return next((source.unit for source in self.sources if source.unit), "")
+
+    def quadratic(self, delta: Mapping[str, Tensor]) -> Tensor:
+        """δᵀΛδ."""
+        return inner(delta, self.matvec(delta))
+
+    def is_zero(self) -> bool:
+        """Whether it holds nothing at all."""
+        return not any(bool(tensor.any()) for tensor in self.tensors.values())
+
+    def attributed(self, sources: tuple[Source, ...]) -> Self:
+        """The same Λ, said to come from `sources`."""
+        return replace(self, sources=sources)  # type: ignore[type-var]  # every leaf is a dataclass
+
+    def __add__(self, other: object) -> Precision:
+        if not isinstance(other, Precision):
+            return NotImplemented
+        from .sum import Sum  # the one structure that knows every other
+
+        require_common_shapes(self, other)
+        return self.plus(other) or other.plus(self) or Sum.of(self, other)
+
+    def __sub__(self, part: object) -> Precision:
+        if not isinstance(part, Precision):
+            return NotImplemented
+        rest = self.minus(part)
+        if rest is None:
+            raise MismatchError(
+                f"{type(part).__name__} cannot be taken out of {type(self).__name__} exactly. Diagonals can be taken "
+                "out of diagonals and dense precisions, dense ones out of dense ones that cover the same parameters."
+            )
+        return rest
+
+    def __mul__(self, factor: object) -> Self:
+        if not isinstance(factor, (int, float)):
+            return NotImplemented
+        if not (math.isfinite(factor) and factor >= 0):
+            raise ArgumentError(f"a precision can be scaled by a finite number ≥ 0, got {factor}.")
+        return self.scaled(float(factor))
+
+    def __rmul__(self, factor: object) -> Self:
+        return self * factor
+
+
+def inner(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> Tensor:
+    """Σ aᵢbᵢ over the names of b."""
+    total: Tensor = sum((a[name] * b[name]).sum() for name in b)  # type: ignore[assignment]
+    return total
+
+
+def added(*parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Named tensors added up, over all the names."""
+    total: dict[str, Tensor] = {}
+    for part in parts:
+        for name, value in part.items():
+            total[name] = total[name] + value if name in total else value
+    return total
+
+
+def require_common_shapes(a: Precision, b: Precision) -> None:
+    """Raise where two precisions cover one parameter with different shapes."""
+    other = b.shapes
+    for name, shape in a.shapes.items():
+        if name in other and other[name] != shape:
+            raise MismatchError(
+                f"`{name}` has shape {tuple(shape)} in one precision and {tuple(other[name])} in the other. "
+                "If the layer grew, expand the older posterior first: posterior.expanded(model)."
+            )
+
+
+def grown(tensor: Tensor, shape: torch.Size, fill: Tensor | None = None) -> Tensor:
+    """`tensor` in the first entries of a larger one, `fill` (or zero) in the rest."""
+    if tensor.shape == shape:
+        return tensor
+    if len(shape) != tensor.ndim or any(new < old for new, old in zip(shape, tensor.shape, strict=True)):
+        raise MismatchError(f"shape {tuple(tensor.shape)} cannot grow to {tuple(shape)}: an axis would shrink.")
+    larger = tensor.new_zeros(shape) if fill is None else fill.to(tensor).clone()
+    larger[tuple(slice(size) for size in tensor.shape)] = tensor
+    return larger
+
+
+def require_finite(name: str, tensor: Tensor) -> None:
+    if not tensor.is_floating_point():
+        raise ArgumentError(f"`{name}` must hold floating-point numbers, got {tensor.dtype}.")
+    if not bool(tensor.isfinite().all()):
+        raise ArgumentError(f"`{name}` has values that are not finite.")
+
+
+def require_dense(size: int) -> None:
+    if size > DENSE_LIMIT:
+        raise ArgumentError(
+            f"a dense matrix over {size:,} entries would take {size**2 * 4 / 2**30:.1f} GiB; the limit is "
+            f"{DENSE_LIMIT:,} entries. Use a structured precision, or freeze all but the parameters it is for."
+        )
+
+
+def singular(what: str, where: Iterable[str]) -> SingularError:
+    return SingularError(
+        f"{what} needs a positive definite precision, but it is zero in {', '.join(where)}. Start from a proper prior, "
+        "holdfast.prior(model, precision=...) with a small positive number, so that no direction is free."
+    )
+
+
+def standard_normal(like: Tensor, generator: torch.Generator | None) -> Tensor:
+    # Drawn where the generator lives, so that one seed gives one draw on every device.
+    device = generator.device if generator is not None else like.device
+    return torch.randn(like.shape, generator=generator, dtype=like.dtype, device=device).to(like.device)

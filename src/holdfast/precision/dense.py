@@ -1,0 +1,151 @@
+"""The whole matrix, for heads, adapters and theorems."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import ArgumentError
+from .base import (
+    Precision,
+    Source,
+    joined,
+    parted,
+    require_dense,
+    require_finite,
+    require_nonnegative,
+    singular,
+    standard_normal,
+    thinned,
+)
+from .diagonal import Diagonal
+
+
+@dataclass(frozen=True, eq=False)
+class Dense(Precision):
+    """Λ as one symmetric matrix over the flattened parameters, in the order of `layout`."""
+
+    layout: dict[str, torch.Size]
+    matrix: Tensor  # (P, P)
+    sources: tuple[Source, ...] = ()
+
+    def __post_init__(self) -> None:
+        size = sum(shape.numel() for shape in self.layout.values())
+        require_dense(size)
+        if self.matrix.shape != (size, size):
+            raise ArgumentError(
+                f"the parameters have {size} entries, so Λ is {size}×{size}; got {tuple(self.matrix.shape)}."
+            )
+        require_finite("Λ", self.matrix)
+        tolerance = 64 * torch.finfo(self.matrix.dtype).eps * float(self.matrix.abs().max()) if size else 0.0
+        if size and float((self.matrix - self.matrix.T).abs().max()) > tolerance:
+            raise ArgumentError("a precision must be symmetric; this matrix is not.")
+        if size and float(self.matrix.diagonal().min()) < -tolerance:
+            raise ArgumentError("a precision cannot have a negative diagonal; this matrix has.")
+
+    @property
+    def shapes(self) -> dict[str, torch.Size]:
+        return dict(self.layout)
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        return {"matrix": self.matrix}
+
+    def matvec(self, delta: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        # Under autocast a matmul would run in half precision.
+        with torch.autocast(self.matrix.device.type, enabled=False):
+            return self._split(self.matrix @ self._flat(delta))
+
+    def solve(self, vector: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        values, vectors = torch.linalg.eigh(self.matrix)
+        held = values > self._cutoff(values)
+        inverse = torch.where(held, 1 / values.where(held, 1), 0)
+        return self._split(vectors @ (inverse * (vectors.T @ self._flat(vector))))
+
+    def diagonal(self) -> dict[str, Tensor]:
+        return self._split(self.matrix.diagonal())
+
+    def dense(self) -> Tensor:
+        return self.matrix
+
+    def logdet(self) -> Tensor:
+        return self._positive_eigenvalues("log det", torch.linalg.eigvalsh(self.matrix)).log().sum()
+
+    def sample(self, generator: torch.Generator | None = None) -> dict[str, Tensor]:
+        values, vectors = torch.linalg.eigh(self.matrix)
+        scale = self._positive_eigenvalues("a sample", values).rsqrt()
+        return self._split(vectors @ (scale * standard_normal(values, generator)))
+
+    def expanded(self, shapes: Mapping[str, torch.Size]) -> Dense:
+        new = {name: shapes.get(name, shape) for name, shape in self.layout.items()}
+        where, start = [], 0
+        for name, shape in self.layout.items():
+            place = torch.arange(new[name].numel()).view(new[name])
+            if any(n < o for n, o in zip(new[name], shape, strict=True)):
+                raise ArgumentError(
+                    f"`{name}` cannot grow from {tuple(shape)} to {tuple(new[name])}: an axis would shrink."
+                )
+            where.append(start + place[tuple(slice(size) for size in shape)].flatten())
+            start += new[name].numel()
+        index = torch.cat(where).to(self.matrix.device)
+        matrix = self.matrix.new_zeros(start, start)
+        matrix[index.unsqueeze(1), index] = self.matrix
+        return Dense(new, matrix, self.sources)
+
+    def scaled(self, factor: float) -> Dense:
+        return Dense(self.layout, factor * self.matrix, thinned(self.sources, factor))
+
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Dense:
+        return Dense(self.layout, self.matrix.to(device=device, dtype=dtype), self.sources)
+
+    def plus(self, other: Precision) -> Precision | None:
+        if not isinstance(other, (Dense, Diagonal)) or not set(other.shapes) <= set(self.layout):
+            return None
+        return Dense(
+            self.layout, self.matrix + embedded(other, self.layout).to(self.matrix), joined(self.sources, other.sources)
+        )
+
+    def minus(self, part: Precision) -> Precision | None:
+        if not isinstance(part, (Dense, Diagonal)) or not set(part.shapes) <= set(self.layout):
+            return None
+        rest = self.matrix - embedded(part, self.layout).to(self.matrix)
+        require_nonnegative(rest.diagonal(), self.matrix.diagonal(), "Λ")
+        return Dense(self.layout, rest, parted(self.sources, part.sources))
+
+    def structure(self) -> dict[str, Any]:
+        return {"kind": "dense", "shapes": [[name, list(shape)] for name, shape in self.layout.items()]}
+
+    def _flat(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        return torch.cat([tensors[name].flatten().to(self.matrix) for name in self.layout])
+
+    def _split(self, flat: Tensor) -> dict[str, Tensor]:
+        pieces = torch.split(flat, [shape.numel() for shape in self.layout.values()])
+        return {name: piece.view(shape) for (name, shape), piece in zip(self.layout.items(), pieces, strict=True)}
+
+    def _cutoff(self, values: Tensor) -> float:
+        return len(values) * torch.finfo(values.dtype).eps * max(float(values.abs().max()), 0.0)
+
+    def _positive_eigenvalues(self, what: str, values: Tensor) -> Tensor:
+        free = int((values <= self._cutoff(values)).sum())
+        if free:
+            raise singular(what, [f"{free} of {len(values)} directions"])
+        return values
+
+
+def embedded(precision: Precision, layout: Mapping[str, torch.Size]) -> Tensor:
+    """Λ as a matrix over a wider layout, zero on the parameters it does not cover."""
+    size = sum(shape.numel() for shape in layout.values())
+    require_dense(size)
+    place, start = {}, 0
+    for name, shape in layout.items():
+        place[name] = torch.arange(start, start + shape.numel())
+        start += shape.numel()
+    inner = precision.dense()
+    index = torch.cat([place[name] for name in precision.shapes]).to(inner.device)
+    matrix = inner.new_zeros(size, size)
+    matrix[index.unsqueeze(1), index] = inner
+    return matrix

@@ -1,0 +1,181 @@
+"""A number per parameter: the Λ of EWC."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from ..errors import ArgumentError
+from .base import (
+    Precision,
+    Source,
+    added,
+    grown,
+    joined,
+    parted,
+    require_dense,
+    require_finite,
+    require_nonnegative,
+    singular,
+    standard_normal,
+    thinned,
+)
+
+
+class _Entrywise(Precision):
+    """What a diagonal does whatever its signs."""
+
+    entries: dict[str, Tensor]
+
+    @abc.abstractmethod
+    def _with(self, entries: dict[str, Tensor], sources: tuple[Source, ...]) -> Self: ...
+
+    @property
+    def shapes(self) -> dict[str, torch.Size]:
+        return {name: entries.shape for name, entries in self.entries.items()}
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        return dict(self.entries)
+
+    def matvec(self, delta: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: entries * delta[name] for name, entries in self.entries.items()}
+
+    def diagonal(self) -> dict[str, Tensor]:
+        return self.tensors
+
+    def dense(self) -> Tensor:
+        flat = torch.cat([entries.flatten() for entries in self.entries.values()])
+        require_dense(flat.numel())
+        return flat.diag()
+
+    def expanded(self, shapes: Mapping[str, torch.Size]) -> Self:
+        return self._with(
+            {name: grown(entries, shapes.get(name, entries.shape)) for name, entries in self.entries.items()},
+            self.sources,
+        )
+
+    def scaled(self, factor: float) -> Self:
+        entries = {name: factor * entries for name, entries in self.entries.items()}
+        return self._with(entries, thinned(self.sources, factor))
+
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Self:
+        entries = {name: entries.to(device=device, dtype=dtype) for name, entries in self.entries.items()}
+        return self._with(entries, self.sources)
+
+
+@dataclass(frozen=True, eq=False)
+class Diagonal(_Entrywise):
+    """Λ = diag(entries), entries ≥ 0.
+
+    >>> Λ = Diagonal({"w": torch.tensor([1.0, 4.0])})
+    >>> Λ.quadratic({"w": torch.tensor([1.0, 0.5])})
+    tensor(2.)
+    """
+
+    entries: dict[str, Tensor]
+    sources: tuple[Source, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name, entries in self.entries.items():
+            require_finite(name, entries)
+        negative = {name: int((entries < 0).sum()) for name, entries in self.entries.items()}
+        if any(negative.values()):
+            named = ", ".join(f"{count} in `{name}`" for name, count in negative.items() if count)
+            raise ArgumentError(
+                f"a precision cannot be negative, but has negative entries: {named}. A Hessian's diagonal is negative "
+                "away from a minimum: train longer, or take diagonal_hessian(...).clamped()."
+            )
+
+    def _with(self, entries: dict[str, Tensor], sources: tuple[Source, ...]) -> Diagonal:
+        return Diagonal(entries, sources)
+
+    def solve(self, vector: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {
+            name: torch.where(entries > 0, vector[name] / entries.where(entries > 0, 1), 0)
+            for name, entries in self.entries.items()
+        }
+
+    def logdet(self) -> Tensor:
+        self._require_positive("log det")
+        total: Tensor = sum(entries.log().sum() for entries in self.entries.values())  # type: ignore[assignment]
+        return total
+
+    def sample(self, generator: torch.Generator | None = None) -> dict[str, Tensor]:
+        self._require_positive("a sample")
+        return {name: standard_normal(entries, generator) / entries.sqrt() for name, entries in self.entries.items()}
+
+    def plus(self, other: Precision) -> Precision | None:
+        if isinstance(other, Diagonal):
+            return Diagonal(added(self.entries, other.entries), joined(self.sources, other.sources))
+        return None
+
+    def minus(self, part: Precision) -> Precision | None:
+        if not isinstance(part, Diagonal) or not set(part.entries) <= set(self.entries):
+            return None
+        rest = dict(self.entries)
+        for name, entries in part.entries.items():
+            rest[name] = require_nonnegative(rest[name] - entries, rest[name], name)
+        return Diagonal(rest, parted(self.sources, part.sources))
+
+    def structure(self) -> dict[str, Any]:
+        return {"kind": "diagonal"}
+
+    def _require_positive(self, what: str) -> None:
+        dead = {name: int((entries == 0).sum()) for name, entries in self.entries.items()}
+        if any(dead.values()):
+            raise singular(what, (f"{count} entries of `{name}`" for name, count in dead.items() if count))
+
+
+@dataclass(frozen=True, eq=False)
+class SignedDiagonal(_Entrywise):
+    """The diagonal of a Hessian as it was found, negative entries included. Not a precision until it is one.
+
+    It scales and adds; `consolidate` takes it where the sum with the posterior's Λ is nowhere negative, and
+    `clamped()` makes it a precision by force.
+    """
+
+    entries: dict[str, Tensor]
+    sources: tuple[Source, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name, entries in self.entries.items():
+            require_finite(name, entries)
+
+    def _with(self, entries: dict[str, Tensor], sources: tuple[Source, ...]) -> SignedDiagonal:
+        return SignedDiagonal(entries, sources)
+
+    @property
+    def negative(self) -> dict[str, int]:
+        """How many entries of each parameter are below zero."""
+        return {name: int((entries < 0).sum()) for name, entries in self.entries.items()}
+
+    def clamped(self) -> Diagonal:
+        """Negative entries set to zero: directions in which the loss curves downwards are not held at all."""
+        return Diagonal({name: entries.clamp(min=0) for name, entries in self.entries.items()}, self.sources)
+
+    def precision(self) -> Diagonal:
+        """The same as a precision; raises where an entry is negative."""
+        return Diagonal(self.entries, self.sources)
+
+    def solve(self, vector: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return self.precision().solve(vector)
+
+    def logdet(self) -> Tensor:
+        return self.precision().logdet()
+
+    def sample(self, generator: torch.Generator | None = None) -> dict[str, Tensor]:
+        return self.precision().sample(generator)
+
+    def plus(self, other: Precision) -> Precision | None:
+        if isinstance(other, (Diagonal, SignedDiagonal)):
+            return SignedDiagonal(added(self.entries, other.entries), joined(self.sources, other.sources))
+        return self.precision() + other
+
+    def structure(self) -> dict[str, Any]:
+        return self.precision().structure()

@@ -1,0 +1,49 @@
+"""Run a model and leave it as it was found: modes, buffers, gradients and random state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+from torch import nn
+
+
+@contextmanager
+def untouched(model: nn.Module) -> Iterator[None]:
+    """Inside: evaluation mode, gradients on. Afterwards: the model and the random generators as before.
+
+    Evaluation mode makes an example's output a function of that example alone: dropout is off and BatchNorm
+    uses its running statistics, which is what the deployed model does.
+    """
+    modes = [(module, module.training) for module in model.modules()]
+    grads = [(p, p.grad) for p in model.parameters()]
+    buffers = [
+        (module, key, buffer, buffer.clone())
+        for module in model.modules()
+        for key, buffer in module._buffers.items()
+        if buffer is not None
+    ]
+    devices = {p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"}
+    with ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices=sorted(devices)))
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        if any(isinstance(module, nn.RNNBase) for module in model.modules()):
+            # cuDNN's recurrent kernels cannot differentiate in evaluation mode; the native ones can.
+            stack.enter_context(torch.backends.cudnn.flags(enabled=False))
+        if any(module._compiled_call_impl is not None for module in model.modules()):
+            # Compiled code was traced without the hooks that watch single layers, and may have been in training mode.
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        try:
+            model.eval()
+            yield
+        finally:
+            for module, training in modes:
+                module.training = training
+            with torch.no_grad():
+                for module, key, buffer, saved in buffers:
+                    buffer.copy_(saved)
+                    module._buffers[key] = buffer
+            for parameter, grad in grads:
+                parameter.grad = grad
