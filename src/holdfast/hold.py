@@ -21,13 +21,15 @@ from .posterior import Memory, Posterior, as_posterior
 # How many steps may leave every pulled parameter unchanged (tiny steps can round to nothing) before it is an error.
 _PATIENCE = 3
 
+Held = Posterior | Memory | Term
+
 _held_by: WeakKeyDictionary[Optimizer, Handle] = WeakKeyDictionary()
 
 
 def hold(
     optimizer: Optimizer | Sequence[Optimizer],
     model: nn.Module,
-    posterior: Posterior | Memory | Term,
+    posterior: Held | Sequence[Held],
     *,
     num_data: float,
     strength: float = 1.0,
@@ -44,16 +46,17 @@ def hold(
     """
     if not (math.isfinite(num_data) and num_data > 0):
         raise ArgumentError(f"num_data is the number of new examples and must be positive, got {num_data}.")
-    term = Quadratic(as_posterior(posterior)) if isinstance(posterior, (Posterior, Memory)) else posterior
-    if not isinstance(term, Quadratic) and not hasattr(term, "add_gradient_"):
-        raise ArgumentError(f"a Posterior, a Memory or a term is needed, got {type(posterior).__name__}.")
-    if term.unit and term.unit != unit:
-        raise MismatchError(
-            f"this memory counts {term.unit}s, and num_data={num_data:g} is said to count {unit}s. Give the number of "
-            f"{term.unit}s in the new data, and unit={term.unit!r}."
-        )
+    terms = [_as_term(each, model) for each in (posterior if isinstance(posterior, Sequence) else [posterior])]
+    for term in terms:
+        if term.unit and term.unit != unit:
+            raise MismatchError(
+                f"this memory counts {term.unit}s, and num_data={num_data:g} is said to count {unit}s. Give the number "
+                f"of {term.unit}s in the new data, and unit={term.unit!r}."
+            )
     optimizers = [_innermost(each) for each in (optimizer if isinstance(optimizer, Sequence) else [optimizer])]
-    handle = Handle(optimizers, model, term, float(num_data), strength)
+    if not optimizers or not terms:
+        raise ArgumentError("hold needs at least one optimizer and one posterior.")
+    handle = Handle(optimizers, model, terms, float(num_data), strength)
     handle._attach()
     return handle
 
@@ -62,16 +65,16 @@ class Handle:
     """A model being held. `strength` may be changed while training; `remove()` lets go."""
 
     def __init__(
-        self, optimizers: list[Optimizer], model: nn.Module, term: Term, num_data: float, strength: float
+        self, optimizers: list[Optimizer], model: nn.Module, terms: list[Term], num_data: float, strength: float
     ) -> None:
         self._optimizers = optimizers
         self._model = model
-        self._term = term
+        self._terms = terms
         self._num_data = num_data
         self.strength = strength
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._steps = 0
-        self._held = term.held(model)
+        self._held = self._lookup()
         self._watched: list[tuple[str, nn.Parameter, int, Tensor]] = []
         self._unfelt: int | None = 0  # steps that pulled at parameters and moved none; None once one moved
 
@@ -88,8 +91,8 @@ class Handle:
 
     @property
     def penalty(self) -> float:
-        """½ (θ−μ)ᵀΛ(θ−μ) now, in nats, before the strength."""
-        return float(self._term.value(self._term.held(self._model))) if self._held else 0.0
+        """What the terms sum to now, in nats, before the strength: ½ (θ−μ)ᵀΛ(θ−μ) for a posterior."""
+        return sum(float(term.value(self._model)) for term in self._terms) if self._held else 0.0
 
     @property
     def steps(self) -> int:
@@ -99,7 +102,7 @@ class Handle:
     def metrics(self) -> dict[str, float]:
         """Numbers for a logger. `rise` is the quadratic's estimate of nats lost per old example."""
         value = self.penalty
-        old = self._term.num_data
+        old = sum(term.num_data for term in self._terms)
         return {
             "holdfast/penalty": value,
             "holdfast/loss": self.strength * value / self._num_data,
@@ -143,6 +146,9 @@ class Handle:
             self._hooks.append(optimizer.register_step_pre_hook(self._before))
             self._hooks.append(optimizer.register_step_post_hook(self._after))
             _held_by[optimizer] = self
+
+    def _lookup(self) -> dict[str, nn.Parameter]:
+        return {name: parameter for term in self._terms for name, parameter in term.held(self._model).items()}
 
     def _detach(self) -> None:
         for hook in self._hooks:
@@ -214,13 +220,14 @@ class Handle:
 
     def _add_gradient(self, optimizer: Optimizer) -> Tensor:
         """Add strength/N · ∇penalty to the gradients this optimizer will use; returns what that adds to the loss."""
-        self._held = self._term.held(self._model)
+        self._held = self._lookup()
         self._require_reach()
         scale = self.strength / self._num_data
         # A fused optimizer divides by the scaler's factor inside its kernel: the pull must be scaled up alike.
         loss_scale = getattr(optimizer, "grad_scale", None)
         ours = {id(p) for p in _parameters(optimizer) if p.requires_grad}
-        value = self._term.add_gradient_(self._held, scale if loss_scale is None else scale * loss_scale, ours)
+        factor = scale if loss_scale is None else scale * loss_scale
+        value: Tensor = sum(term.add_gradient_(self._model, factor, ours) for term in self._terms)  # type: ignore[assignment]
         if self._unfelt is not None and bool(value > 0) and scale > 0:
             self._watch(ours)
         return scale * value
@@ -253,6 +260,17 @@ class Handle:
                 "was though they had gradients, so the penalty does nothing. Does it keep its own copy of the weights? "
                 "Hold the optimizer that updates the model's parameters."
             )
+
+
+def _as_term(held: Held, model: nn.Module) -> Term:
+    """The term for a posterior, on the model's device if it has one device; terms as they are."""
+    if not isinstance(held, (Posterior, Memory)):
+        if not hasattr(held, "add_gradient_"):
+            raise ArgumentError(f"a Posterior, a Memory or a term is needed, got {type(held).__name__}.")
+        return held
+    devices = {parameter.device for parameter in model.parameters()}
+    posterior = as_posterior(held)
+    return Quadratic(posterior.to(devices.pop()) if len(devices) == 1 else posterior)
 
 
 def _innermost(optimizer: Optimizer) -> Optimizer:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 from collections.abc import Iterator, Mapping
 
 import torch
@@ -193,25 +192,3 @@ def _some(names: Mapping[str, object] | list[str], limit: int = 6) -> str:
     listed = [f"`{name}`" for name in list(names)[:limit]]
     rest = len(names) - len(listed)
     return ", ".join(listed) + (f" and {rest} more" if rest > 0 else "") if listed else "nothing"
-
-
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def fingerprints(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """A short identity of each tensor, the same on every device: bits are summed as integers, which nothing rounds."""
-    found = {}
-    for name, tensor in tensors.items():
-        bits = tensor.detach().contiguous().view(_BITS[tensor.element_size()]).sum(dtype=torch.int64)
-        found[name] = digest(f"{tuple(tensor.shape)} {tensor.dtype} {bits.item()}")[:16]
-    return found
-
-
-def fingerprint(tensors: Mapping[str, Tensor]) -> str:
-    """A short identity of all the tensors and their names, in whatever order."""
-    return digest(str(sorted(fingerprints(tensors).items())))
-
-
-def digest(text: str) -> str:
-    """A short name for a text: the first half of its SHA-256, in hexadecimal."""
-    return hashlib.sha256(text.encode()).hexdigest()[:32]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from .errors import InertError
 from .params import matched, shapes
 from .posterior import Memory, Posterior, as_posterior
+from .posterior.gaussian import difference
 from .precision.base import inner
 
 
@@ -24,8 +25,10 @@ def penalty(model: nn.Module, posterior: Posterior | Memory) -> Tensor:
     """
     posterior = as_posterior(posterior)
     require_something_held(posterior)
-    value = 0.5 * posterior.precision.quadratic(posterior.delta(model))
-    return value.to(next(model.parameters()).device)
+    delta = posterior.delta(model)
+    if not posterior.precision.shapes:  # a flat prior: zero, with a graph, so that a loop need not ask
+        return 0.0 * next(iter(delta.values())).sum()
+    return (0.5 * posterior.precision.quadratic(delta)).to(next(model.parameters()).device)
 
 
 def penalty_gradient(model: nn.Module, posterior: Posterior | Memory) -> dict[str, Tensor]:
@@ -38,8 +41,7 @@ def penalty_gradient(model: nn.Module, posterior: Posterior | Memory) -> dict[st
 class Term(Protocol):
     """Something that holds a model: a value in nats, and its gradient. `hold` takes terms.
 
-    `params` is always what `held` gave just now: parameters are looked up in the model at every step, because
-    trainers replace them.
+    Parameters are looked up in the model at every call, because trainers replace them.
     """
 
     @property
@@ -48,15 +50,15 @@ class Term(Protocol):
 
     @property
     def unit(self) -> str:
-        """What `num_data` counts."""
+        """What `num_data` counts; nothing if it counts nothing."""
 
     def held(self, model: nn.Module) -> dict[str, nn.Parameter]:
         """The parameters it acts on, none if it holds nothing; raises where the model does not fit."""
 
-    def value(self, params: Mapping[str, nn.Parameter]) -> Tensor:
+    def value(self, model: nn.Module) -> Tensor:
         """The term in nats, without a graph."""
 
-    def add_gradient_(self, params: Mapping[str, nn.Parameter], scale: float | Tensor, only: Collection[int]) -> Tensor:
+    def add_gradient_(self, model: nn.Module, scale: float | Tensor, only: Collection[int]) -> Tensor:
         """Add scale · ∇term to `.grad` of the parameters whose ids are in `only`; returns the term's value."""
 
 
@@ -75,29 +77,27 @@ class Quadratic:
         return self.posterior.unit
 
     @cached_property
-    def _shapes(self) -> dict[str, torch.Size]:
+    def _covered(self) -> frozenset[str]:
         require_something_held(self.posterior)
-        return {} if self.posterior.precision.is_zero() else self.posterior.precision.shapes
+        return frozenset(() if self.posterior.precision.is_zero() else self.posterior.precision.shapes)
 
     def held(self, model: nn.Module) -> dict[str, nn.Parameter]:
         params = matched(model, shapes(self.posterior.mean), ties=self.posterior.ties)
-        return {name: params[name] for name in self._shapes}
+        return {name: parameter for name, parameter in params.items() if name in self._covered}
 
-    def value(self, params: Mapping[str, nn.Parameter]) -> Tensor:
+    def value(self, model: nn.Module) -> Tensor:
         with torch.no_grad():
-            return 0.5 * self.posterior.precision.quadratic(self._delta(params))
+            return 0.5 * self.posterior.precision.quadratic(self.posterior.delta(model))
 
-    def add_gradient_(self, params: Mapping[str, nn.Parameter], scale: float | Tensor, only: Collection[int]) -> Tensor:
+    def add_gradient_(self, model: nn.Module, scale: float | Tensor, only: Collection[int]) -> Tensor:
         with torch.no_grad():
-            delta = self._delta(params)
+            params = self.held(model)
+            delta = {name: difference(parameter, self.posterior.mean[name]) for name, parameter in params.items()}
             pull = self.posterior.precision.matvec(delta)
             for name, gradient in pull.items():
                 if id(params[name]) in only:
                     _add_(params[name], gradient, scale)
             return 0.5 * inner(delta, pull)
-
-    def _delta(self, params: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
-        return {name: p.to(self.posterior.mean[name]) - self.posterior.mean[name] for name, p in params.items()}
 
 
 def require_something_held(posterior: Posterior) -> None:

@@ -37,9 +37,14 @@ class Batch:
         return Batch(self.index, content, inputs, target, 1)
 
     @property
+    def tensors(self) -> list[Tensor]:
+        """All it holds."""
+        return [leaf for leaf in tree_leaves(self.content) if isinstance(leaf, Tensor)]
+
+    @property
     def form(self) -> tuple[torch.Size, ...]:
         """The shapes of its tensors."""
-        return tuple(leaf.shape for leaf in tree_leaves(self.content) if isinstance(leaf, Tensor))
+        return tuple(tensor.shape for tensor in self.tensors)
 
 
 def read(batches: Iterable[Any], model: nn.Module) -> Iterator[Batch]:
@@ -97,11 +102,7 @@ def require_rows(output: Any, batch: Batch) -> None:
             "its first axis must be the examples. `forward=` can reshape it."
         )
     if not bool(output.isfinite().all()):
-        clean = all(
-            bool(leaf.isfinite().all())
-            for leaf in tree_leaves(batch.content)
-            if isinstance(leaf, Tensor) and leaf.is_floating_point()
-        )
+        clean = all(bool(tensor.isfinite().all()) for tensor in batch.tensors if tensor.is_floating_point())
         cause = "though the batch itself is finite" if clean else "because the batch itself is not"
         raise DataError(f"batch {batch.index}: the model's output is not finite, {cause}. Nothing was changed.")
 

@@ -44,7 +44,7 @@ def diagonal_fisher(
         for batch in read(batches, model):
             with taps.listening():
                 output = run(model, batch, forward)
-            batch, losses = scoring(output, batch)
+            batch, losses = scoring.counted(output, batch)
             tapped = taps.exact(losses, batch)
             if tapped and batch.form not in checked:
                 agreed = verified(tapped, losses, batch, model, scoring, forward, named)
@@ -66,7 +66,7 @@ def diagonal_fisher(
                     for name, score in zip(rest, scores, strict=True):
                         total[name] += score.to(total[name].dtype).square()
             require_finite_scores(total, batch)
-    return Diagonal(total, (scoring.source(total, named),))
+    return Diagonal(total, (scoring.source(model),))
 
 
 def dense_fisher(
@@ -89,7 +89,7 @@ def dense_fisher(
     total: Tensor | None = None
     with untouched(model):
         for batch in read(batches, model):
-            batch, losses = scoring(run(model, batch, forward), batch)
+            batch, losses = scoring.counted(run(model, batch, forward), batch)
             del losses
             for n in range(batch.size):
                 columns = example_scores(model, batch.example(n), scoring, forward, list(named.values()))
@@ -99,4 +99,4 @@ def dense_fisher(
             require_finite_scores({name: total for name in ("the parameters",) if total is not None}, batch)
     matrix = total if total is not None else torch.empty(0, 0)
     matrix = (matrix + matrix.T) / 2
-    return Dense(shapes(named), matrix, (scoring.source({"matrix": matrix}, named),))
+    return Dense(shapes(named), matrix, (scoring.source(model),))

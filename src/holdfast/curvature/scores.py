@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
@@ -10,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ArgumentError, DataError, InertError
+from ..identity import bit_sum, digest, fingerprints
 from ..likelihood import Likelihood
-from ..params import digest, fingerprint, fingerprints
+from ..params import all_parameters
 from ..precision import Source
 from .batches import Batch, Forward, require_rows, run
 
@@ -36,10 +38,11 @@ class Scoring:
         self.likelihood = likelihood
         self.targets: str | None = targets
         self.num_data = 0.0
+        self._seen: Counter[int] = Counter()
         self._generator = torch.Generator().manual_seed(seed)
 
-    def __call__(self, output: Any, batch: Batch) -> tuple[Batch, Tensor]:
-        """The batch with its labels, and its pseudo-losses, of shape (columns, batch)."""
+    def counted(self, output: Any, batch: Batch) -> tuple[Batch, Tensor]:
+        """The batch with the labels to score, and its pseudo-losses, (columns, batch). Call it once per batch."""
         require_rows(output, batch)
         try:
             self.targets = self.targets or self.likelihood.default_targets(output)
@@ -48,6 +51,8 @@ class Scoring:
             if self.targets == "sampled":
                 drawn = self.likelihood.sampled(output.detach(), batch.target, self._generator)
                 batch = replace(batch, target=drawn)
+            if self.targets != "expected":
+                self.likelihood.require(output, batch.target)
             losses = self.losses(output, batch.target)
         except DataError as error:
             raise DataError(f"batch {batch.index}: {error}") from error
@@ -62,6 +67,9 @@ class Scoring:
                 "its forward run under no_grad, or detach its output?"
             )
         self.num_data += self.likelihood.count(batch.size, batch.target)
+        # Sums of bits, so that the data has one identity however it is cut or shuffled.
+        for place, tensor in enumerate(batch.tensors):
+            self._seen[place] += bit_sum(tensor)
         return batch, losses
 
     def losses(self, output: Any, target: Any) -> Tensor:
@@ -72,17 +80,19 @@ class Scoring:
             return scores.reshape(*scores.shape[:2], -1).sum(-1)
         return self.likelihood.nll(output, target).unsqueeze(0)
 
-    def source(self, result: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> Source:
-        """Where `result`, computed at `weights`, came from."""
+    def source(self, model: nn.Module) -> Source:
+        """Where what was computed from the batches counted, at the model's weights, came from."""
         if self.num_data <= 0:
             raise DataError("no label counts: every position of every batch is ignored.")
+        weights = fingerprints(all_parameters(model))
+        data = [self._seen[place] % 2**64 for place in sorted(self._seen)]
         return Source(
-            id=digest(f"{fingerprint(result)} {self.num_data} {self.likelihood.name} {self.targets}"),
-            num_data=self.num_data,
+            id=digest(f"{data} {self.num_data} {self.likelihood.name} {sorted(weights.items())}"),
+            size=self.num_data,
             unit=self.likelihood.unit,
             likelihood=self.likelihood.name,
             targets=str(self.targets),
-            weights=fingerprints(weights),
+            weights=weights,
         )
 
 

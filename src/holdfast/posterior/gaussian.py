@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ArgumentError, MismatchError
-from ..params import aliases, buffers, digest, fingerprint, matched, require_shapes, shapes, trainable
+from ..identity import digest, fingerprint
+from ..params import aliases, buffers, matched, require_shapes, shapes, trainable
 from ..precision import Diagonal, Precision, SignedDiagonal, Source
 from ..precision.base import grown, require_finite
 
@@ -34,7 +35,7 @@ class Posterior:
         for name, value in self.mean.items():
             require_finite(f"mean of {name}", value)
         if isinstance(self.precision, SignedDiagonal):
-            object.__setattr__(self, "precision", self.precision.precision())
+            raise ArgumentError("a Hessian's diagonal may be negative: give its .precision() or its .clamped().")
         require_shapes(self.precision.shapes, shapes(self.mean), what="the precision", than="the mean")
 
     @property
@@ -58,12 +59,12 @@ class Posterior:
         return digest(f"{fingerprint(self.mean)} {fingerprint(self.precision.tensors)} {self.num_data}")
 
     def delta(self, params: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """δ = θ − μ for a model or for named parameters, in the precision of the mean and on its device."""
+        """δ = θ − μ for a model or for named parameters, in float32 at least, on the mean's device."""
         if isinstance(params, nn.Module):
             params = matched(params, shapes(self.mean), ties=self.ties)
         else:
             require_shapes(shapes(self.mean), shapes(params), what="the posterior", than="the parameters given")
-        return {name: params[name].to(mean) - mean for name, mean in self.mean.items()}
+        return {name: difference(params[name], mean) for name, mean in self.mean.items()}
 
     def log_prob(self, params: nn.Module | Mapping[str, Tensor]) -> Tensor:
         """log N(θ; μ, Λ⁻¹) = −½ δᵀΛδ + ½ log det Λ − (M/2) log 2π, in nats."""
@@ -109,6 +110,35 @@ class Memory:
             if value.is_floating_point():
                 require_finite(f"buffer {name}", value)
 
+    @property
+    def mean(self) -> dict[str, Tensor]:
+        """The posterior's."""
+        return self.posterior.mean
+
+    @property
+    def precision(self) -> Precision:
+        """The posterior's."""
+        return self.posterior.precision
+
+    @property
+    def num_data(self) -> float:
+        """The posterior's."""
+        return self.posterior.num_data
+
+    @property
+    def unit(self) -> str:
+        """The posterior's."""
+        return self.posterior.unit
+
+    def expanded(self, model: nn.Module) -> Memory:
+        """The memory for a model whose parameters grew; see `Posterior.expanded`."""
+        return replace(self, posterior=self.posterior.expanded(model))
+
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Memory:
+        """The same on another device, the posterior in another floating dtype."""
+        moved = {name: buffer.to(device) for name, buffer in self.buffers.items()}
+        return replace(self, posterior=self.posterior.to(device, dtype), buffers=moved)
+
     @staticmethod
     def of(posterior: Posterior, model: nn.Module) -> Memory:
         """The posterior together with the buffers the model has now."""
@@ -140,11 +170,13 @@ def prior(model: nn.Module, precision: float = 0.0, mean: float | Mapping[str, T
         means = {name: kept(mean[name]) for name in params}
     else:
         means = {name: torch.full_like(kept(p), float(mean)) for name, p in params.items()}
+    known = {name: more for name, more in aliases(model).items() if name in means}
+    if precision == 0:
+        return Posterior(means, Diagonal({}), known)
     # One number behind every entry: a prior takes no memory until something is added to it.
     entries = {name: value.new_full((), precision).expand(value.shape) for name, value in means.items()}
-    known = {name: more for name, more in aliases(model).items() if name in means}
-    source = Source(digest(f"prior {precision} {fingerprint(means)}"), 0.0, "", f"prior({precision:g})", "")
-    return Posterior(means, Diagonal(entries, (source,) if precision > 0 else ()), known)
+    source = Source(digest(f"prior {precision} {fingerprint(means)}"), 0.0, "", f"prior(precision={precision!r})", "")
+    return Posterior(means, Diagonal(entries, (source,)), known)
 
 
 def restore_(model: nn.Module, memory: Posterior | Memory) -> None:
@@ -163,5 +195,10 @@ def restore_(model: nn.Module, memory: Posterior | Memory) -> None:
 
 def kept(parameter: Tensor) -> Tensor:
     """A copy to keep: float32 at least."""
-    dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
-    return parameter.detach().to(dtype, copy=True).contiguous()
+    return parameter.detach().to(torch.promote_types(parameter.dtype, torch.float32), copy=True).contiguous()
+
+
+def difference(parameter: Tensor, mean: Tensor) -> Tensor:
+    """θ − μ in float32 at least: two bfloat16 numbers that are close differ by less than either can say."""
+    dtype = torch.promote_types(torch.promote_types(parameter.dtype, mean.dtype), torch.float32)
+    return parameter.to(mean.device, dtype) - mean.to(dtype)

@@ -19,7 +19,8 @@ def merge(*posteriors: Posterior | Memory, base: Posterior | Memory | None = Non
 
     ½ Σₜ (θ−μₜ)ᵀΛₜ(θ−μₜ) is the merged penalty plus a constant, so one Gaussian does for any number of tasks. Where ΣΛ
     is zero the mean is that of the last posterior given. Children of one posterior share what it knew: name it as
-    `base` and it is counted once, Λ = ΣΛₜ − (n−1)Λ_base, and likewise for Λμ.
+    `base` and it is counted once, Λ = ΣΛₜ − (n−1)Λ_base, and likewise for Λμ. Buffers are not parameters and have no
+    product: merging memories gives a Posterior.
     """
     if len(posteriors) < 2:
         raise ArgumentError(f"merging takes at least two posteriors, got {len(posteriors)}.")
@@ -58,18 +59,16 @@ def _require_counted_once(parts: Sequence[Posterior], base: Posterior | None) ->
     known = {} if base is None else {source.id: source for source in base.sources}
     repeated = [source for part in parts for source in part.sources if seen[source.id] > 1 and source.id not in known]
     if repeated:
-        what = repeated[0]
-        data = f"{what.likelihood}, {what.num_data:g} {what.unit}s" if what.unit else what.likelihood
         raise MismatchError(
-            f"these posteriors share evidence ({data}), which the product would count twice. If they started from one "
-            "posterior, name it: merge(a, b, base=that_posterior)."
+            f"these posteriors share evidence ({repeated[0]}), which the product would count twice. If they started "
+            "from one posterior, name it: merge(a, b, base=that_posterior)."
         )
     for part in parts:
-        held = {source.id: source.num_data for source in part.sources}
+        held = {source.id: source.factor for source in part.sources}
         for source in known.values():
-            if abs(held.get(source.id, -1.0) - source.num_data) > 1e-9 * source.num_data:
+            if abs(held.get(source.id, -1.0) - source.factor) > 1e-9:
                 state = "was decayed or rescaled in" if source.id in held else "is not in"
                 raise MismatchError(
-                    f"the base's evidence ({source.likelihood}, {source.num_data:g} {source.unit}s) {state} one of the "
-                    "posteriors, so it cannot be divided out. Name the posterior that all of them started from."
+                    f"the base's evidence ({source}) {state} one of the posteriors, so it cannot be divided out. Name "
+                    "the posterior that all of them started from."
                 )

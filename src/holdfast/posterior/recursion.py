@@ -2,47 +2,52 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from typing import TypeVar
 
 from torch import nn
 
 from ..errors import ArgumentError, MismatchError
-from ..params import aliases, fingerprints, matched, shapes
-from ..precision import Diagonal, Precision
+from ..identity import fingerprints
+from ..params import aliases, all_parameters, matched, shapes
+from ..precision import Diagonal, Precision, SignedDiagonal
 from ..precision.base import joined, thinned
 from .gaussian import Memory, Posterior, as_posterior, kept
 
+Kept = TypeVar("Kept", Posterior, Memory)
 
-def consolidate(posterior: Posterior | Memory, model: nn.Module, fisher: Precision, *, decay: float = 1.0) -> Posterior:
+
+def consolidate(posterior: Kept, model: nn.Module, fisher: Precision, *, decay: float = 1.0) -> Kept:
     """What the model knows after another task (the J of the derivation): μ ← θ*, Λ ← γΛ + F.
 
     `fisher` must have been taken at the weights the model has now. A strength for the task is a factor,
     `10 * fisher`; a `decay` γ below 1 forgets older tasks exponentially (online EWC). Parameters that are new in
-    `fisher` join the posterior.
+    `fisher` join the posterior. A Memory gives a Memory, with the buffers the model has now.
     """
-    posterior = as_posterior(posterior)
-    params, fisher = _checked(posterior, model, fisher, decay)
+    known = as_posterior(posterior)
+    params = _checked(known, model, fisher, decay)
     mean = {name: kept(parameter) for name, parameter in params.items()}
-    return Posterior(mean, decay * posterior.precision + fisher, _ties(posterior, model, params), (posterior.id,))
+    precision = decay * known.precision + fisher
+    if isinstance(precision, SignedDiagonal):
+        precision = precision.precision()
+    after = Posterior(mean, precision, _ties(known, model, params), (known.id,))
+    return Memory.of(after, model) if isinstance(posterior, Memory) else after
 
 
-def consolidate_(
-    posterior: Posterior | Memory, model: nn.Module, fisher: Precision, *, decay: float = 1.0
-) -> Posterior:
+def consolidate_(posterior: Kept, model: nn.Module, fisher: Precision, *, decay: float = 1.0) -> Kept:
     """`consolidate` in the memory of its arguments, one parameter at a time, for very large models. Diagonals only.
 
     The tensors of `posterior` and `fisher` become those of the posterior returned: use only that afterwards.
     """
-    posterior = as_posterior(posterior)
-    params, fisher = _checked(posterior, model, fisher, decay)
-    if not isinstance(posterior.precision, Diagonal) or not isinstance(fisher, Diagonal):
+    known = as_posterior(posterior)
+    params = _checked(known, model, fisher, decay)
+    if not isinstance(known.precision, Diagonal) or not isinstance(fisher, Diagonal):
         raise MismatchError(
-            f"consolidate_ works on diagonals, got {type(posterior.precision).__name__} and {type(fisher).__name__}. "
+            f"consolidate_ works on diagonals, got {type(known.precision).__name__} and {type(fisher).__name__}. "
             "Use consolidate, which makes a new posterior."
         )
-    ties, parents = _ties(posterior, model, params), (posterior.id,)
-    sources = joined(thinned(posterior.sources, decay), fisher.sources)
-    mean, entries = dict(posterior.mean), dict(posterior.precision.entries)
+    ties, parents = _ties(known, model, params), (known.id,)
+    sources = joined((known.precision.shapes, thinned(known.sources, decay)), (fisher.shapes, fisher.sources))
+    mean, entries = dict(known.mean), dict(known.precision.entries)
     for name, parameter in params.items():
         mean[name] = mean[name].copy_(parameter.detach()) if name in mean else kept(parameter)
         old, new = entries.get(name), fisher.entries.get(name)
@@ -52,13 +57,12 @@ def consolidate_(
             entries[name] = decay * old if new is None else new.add_(decay * old.to(new))
         elif new is not None:
             entries[name] = new
-    return Posterior(mean, Diagonal(entries, sources), ties, parents)
+    after = Posterior(mean, Diagonal(entries, sources), ties, parents)
+    return Memory.of(after, model) if isinstance(posterior, Memory) else after
 
 
-def _checked(
-    posterior: Posterior, model: nn.Module, fisher: Precision, decay: float
-) -> tuple[dict[str, nn.Parameter], Precision]:
-    """The parameters the new posterior covers, and the Fisher without the weights it was checked against."""
+def _checked(posterior: Posterior, model: nn.Module, fisher: Precision, decay: float) -> dict[str, nn.Parameter]:
+    """The parameters that the new posterior covers."""
     if not isinstance(fisher, Precision):
         raise ArgumentError(
             f"consolidate takes a precision, such as diagonal_fisher(...) gives, got {type(fisher).__name__}."
@@ -66,15 +70,15 @@ def _checked(
     if not 0 <= decay <= 1:
         raise ArgumentError(f"decay is the share of the old precision that is kept, between 0 and 1; got {decay}.")
     params = matched(model, {**fisher.shapes, **shapes(posterior.mean)}, ties=posterior.ties)
-    now = fingerprints({name: params[name] for name in fisher.shapes})
+    now = fingerprints(all_parameters(model))
     for source in fisher.sources:
-        moved = [name for name, then in source.weights.items() if name in now and now[name] != then]
+        moved = [name for name, then in source.weights.items() if now.get(name) != then]
         if moved:
             raise MismatchError(
                 f"the Fisher was taken at other weights than the model has now: `{moved[0]}` has changed (and "
                 f"{len(moved) - 1} more). Compute it after training, just before consolidate."
             )
-    return params, fisher.attributed(tuple(replace(source, weights={}) for source in fisher.sources))
+    return params
 
 
 def _ties(posterior: Posterior, model: nn.Module, params: dict[str, nn.Parameter]) -> dict[str, tuple[str, ...]]:

@@ -3,6 +3,9 @@
 from .base import Precision, Source
 from .dense import Dense
 from .diagonal import Diagonal, SignedDiagonal
+from .kinds import KINDS
 from .sum import Sum
 
-__all__ = ["Dense", "Diagonal", "Precision", "SignedDiagonal", "Source", "Sum"]
+KINDS.update(diagonal=Diagonal, dense=Dense, sum=Sum)
+
+__all__ = ["KINDS", "Dense", "Diagonal", "Precision", "SignedDiagonal", "Source", "Sum"]

@@ -21,27 +21,63 @@ DENSE_LIMIT = 16_384
 class Source:
     """One dataset, or one prior, that a precision was computed from.
 
-    `num_data` counts `unit`s and is scaled with the precision. `id` is a digest of the values, so that the same
-    evidence is recognised when it comes by two ways; `weights` are fingerprints of the weights it was taken at.
+    `size` is how much data there was and `factor` how much of it counts now, after scaling and decay. `id` is a
+    digest of the data and the weights, so that the same evidence is recognised when it comes by two ways; `weights`
+    are fingerprints of the weights it was taken at.
     """
 
     id: str
-    num_data: float
+    size: float
     unit: str
     likelihood: str
     targets: str
-    weights: Mapping[str, str] = field(default_factory=dict)
+    factor: float = 1.0
+    weights: Mapping[str, str] = field(default_factory=dict, repr=False)
+
+    @property
+    def num_data(self) -> float:
+        """How many units it stands for."""
+        return self.size * self.factor
+
+    def __str__(self) -> str:
+        return f"{self.likelihood}, {self.num_data:g} {self.unit}s" if self.unit else self.likelihood
 
 
 def thinned(sources: tuple[Source, ...], factor: float) -> tuple[Source, ...]:
-    """The sources with `factor` times as much data."""
-    return tuple(replace(source, num_data=source.num_data * factor) for source in sources)
+    """The sources counted `factor` times as much."""
+    return tuple(replace(source, factor=source.factor * factor) for source in sources)
+
+
+def joined(*parts: tuple[Iterable[str], tuple[Source, ...]]) -> tuple[Source, ...]:
+    """The sources of a sum of parts, each given as the parameters it covers and its sources.
+
+    One source over separate parameters is one dataset seen by two structures and counts once; over the same parameters
+    it counts twice. Data counted in different units cannot be added.
+    """
+    found: dict[str, Source] = {}
+    covered: dict[str, set[str]] = {}
+    for names, sources in parts:
+        for source in sources:
+            known, here = found.get(source.id), covered.setdefault(source.id, set())
+            if known is not None:
+                twice = here & set(names)
+                factor = known.factor + source.factor if twice else max(known.factor, source.factor)
+                source = replace(source, factor=factor)
+            found[source.id] = source
+            here.update(names)
+    units = sorted({source.unit for source in found.values() if source.unit})
+    if len(units) > 1:
+        raise MismatchError(
+            f"one precision counts {units[0]}s and the other {units[1]}s; their sum would have no unit. Recompute one "
+            "of them with a likelihood of the other's unit."
+        )
+    return tuple(found.values())
 
 
 def parted(sources: tuple[Source, ...], out: tuple[Source, ...]) -> tuple[Source, ...]:
-    """The sources without the data of `out`."""
-    gone = {source.id: source.num_data for source in out}
-    return tuple(replace(source, num_data=source.num_data - gone.get(source.id, 0.0)) for source in sources)
+    """The sources without what `out` counts of them."""
+    gone = {source.id: source.factor for source in out}
+    return tuple(replace(source, factor=source.factor - gone.get(source.id, 0.0)) for source in sources)
 
 
 def require_nonnegative(rest: Tensor, whole: Tensor, name: str) -> Tensor:
@@ -52,21 +88,6 @@ def require_nonnegative(rest: Tensor, whole: Tensor, name: str) -> Tensor:
             f"the base has more precision in `{name}` than what was made from it: it is not where they came from."
         )
     return rest.clamp(min=0)
-
-
-def joined(*groups: tuple[Source, ...]) -> tuple[Source, ...]:
-    """All sources, those with one id added up. Data counted in different units cannot be added."""
-    found: dict[str, Source] = {}
-    for source in (source for group in groups for source in group):
-        known = found.get(source.id)
-        found[source.id] = replace(source, num_data=source.num_data + known.num_data) if known else source
-    units = sorted({source.unit for source in found.values() if source.unit})
-    if len(units) > 1:
-        raise MismatchError(
-            f"one precision counts {units[0]}s and the other {units[1]}s; their sum would have no unit. Recompute one "
-            "of them with a likelihood of the other's unit."
-        )
-    return tuple(found.values())
 
 
 class Precision(abc.ABC):
@@ -136,7 +157,12 @@ class Precision(abc.ABC):
 
     @abc.abstractmethod
     def structure(self) -> dict[str, Any]:
-        """What a file must say to rebuild it from its tensors."""
+        """What a file must say, besides its tensors and sources, for `rebuilt` to make it again."""
+
+    @classmethod
+    @abc.abstractmethod
+    def rebuilt(cls, structure: Mapping[str, Any], tensors: Mapping[str, Tensor], sources: tuple[Source, ...]) -> Self:
+        """The inverse of `structure` and `tensors`."""
 
     @property
     def num_data(self) -> float:
@@ -156,15 +182,17 @@ class Precision(abc.ABC):
         """Whether it holds nothing at all."""
         return not any(bool(tensor.any()) for tensor in self.tensors.values())
 
-    def attributed(self, sources: tuple[Source, ...]) -> Self:
-        """The same Λ, said to come from `sources`."""
-        return replace(self, sources=sources)  # type: ignore[type-var]  # every leaf is a dataclass
+    def blocks(self) -> tuple[Precision, ...]:
+        """Parts over separate parameters that Λ is the sum of, as many as its structure has."""
+        return (self,)
 
     def __add__(self, other: object) -> Precision:
         if not isinstance(other, Precision):
             return NotImplemented
         from .sum import Sum  # the one structure that knows every other
 
+        if not self.shapes or not other.shapes:
+            return other if other.shapes else self
         require_common_shapes(self, other)
         return self.plus(other) or other.plus(self) or Sum.of(self, other)
 

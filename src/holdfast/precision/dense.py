@@ -56,9 +56,10 @@ class Dense(Precision):
         return {"matrix": self.matrix}
 
     def matvec(self, delta: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        # Under autocast a matmul would run in half precision.
+        # Under autocast a matmul would run in half precision, whatever the matrix is kept in.
         with torch.autocast(self.matrix.device.type, enabled=False):
-            return self._split(self.matrix @ self._flat(delta))
+            flat = torch.cat([delta[name].flatten() for name in self.layout])
+            return self._split(self.matrix.to(flat) @ flat)
 
     def solve(self, vector: Mapping[str, Tensor]) -> dict[str, Tensor]:
         values, vectors = torch.linalg.eigh(self.matrix)
@@ -105,9 +106,8 @@ class Dense(Precision):
     def plus(self, other: Precision) -> Precision | None:
         if not isinstance(other, (Dense, Diagonal)) or not set(other.shapes) <= set(self.layout):
             return None
-        return Dense(
-            self.layout, self.matrix + embedded(other, self.layout).to(self.matrix), joined(self.sources, other.sources)
-        )
+        sources = joined((self.layout, self.sources), (other.shapes, other.sources))
+        return Dense(self.layout, self.matrix + embedded(other, self.layout).to(self.matrix), sources)
 
     def minus(self, part: Precision) -> Precision | None:
         if not isinstance(part, (Dense, Diagonal)) or not set(part.shapes) <= set(self.layout):
@@ -117,7 +117,13 @@ class Dense(Precision):
         return Dense(self.layout, rest, parted(self.sources, part.sources))
 
     def structure(self) -> dict[str, Any]:
-        return {"kind": "dense", "shapes": [[name, list(shape)] for name, shape in self.layout.items()]}
+        return {"layout": [[name, list(shape)] for name, shape in self.layout.items()]}
+
+    @classmethod
+    def rebuilt(cls, structure: Mapping[str, Any], tensors: Mapping[str, Tensor], sources: tuple[Source, ...]) -> Dense:
+        layout = {str(name): torch.Size(shape) for name, shape in structure["layout"]}
+        (matrix,) = (tensors[key] for key in tensors if key == "matrix")
+        return Dense(layout, matrix, sources)
 
     def _flat(self, tensors: Mapping[str, Tensor]) -> Tensor:
         return torch.cat([tensors[name].flatten().to(self.matrix) for name in self.layout])

@@ -50,8 +50,8 @@ class _Entrywise(Precision):
         return self.tensors
 
     def dense(self) -> Tensor:
+        require_dense(sum(entries.numel() for entries in self.entries.values()))
         flat = torch.cat([entries.flatten() for entries in self.entries.values()])
-        require_dense(flat.numel())
         return flat.diag()
 
     def expanded(self, shapes: Mapping[str, torch.Size]) -> Self:
@@ -112,7 +112,8 @@ class Diagonal(_Entrywise):
 
     def plus(self, other: Precision) -> Precision | None:
         if isinstance(other, Diagonal):
-            return Diagonal(added(self.entries, other.entries), joined(self.sources, other.sources))
+            sources = joined((self.entries, self.sources), (other.entries, other.sources))
+            return Diagonal(added(self.entries, other.entries), sources)
         return None
 
     def minus(self, part: Precision) -> Precision | None:
@@ -123,8 +124,17 @@ class Diagonal(_Entrywise):
             rest[name] = require_nonnegative(rest[name] - entries, rest[name], name)
         return Diagonal(rest, parted(self.sources, part.sources))
 
+    def blocks(self) -> tuple[Precision, ...]:
+        return tuple(Diagonal({name: entries}, self.sources) for name, entries in self.entries.items())
+
     def structure(self) -> dict[str, Any]:
-        return {"kind": "diagonal"}
+        return {}
+
+    @classmethod
+    def rebuilt(
+        cls, structure: Mapping[str, Any], tensors: Mapping[str, Tensor], sources: tuple[Source, ...]
+    ) -> Diagonal:
+        return Diagonal(dict(tensors), sources)
 
     def _require_positive(self, what: str) -> None:
         dead = {name: int((entries == 0).sum()) for name, entries in self.entries.items()}
@@ -174,8 +184,15 @@ class SignedDiagonal(_Entrywise):
 
     def plus(self, other: Precision) -> Precision | None:
         if isinstance(other, (Diagonal, SignedDiagonal)):
-            return SignedDiagonal(added(self.entries, other.entries), joined(self.sources, other.sources))
+            sources = joined((self.entries, self.sources), (other.entries, other.sources))
+            return SignedDiagonal(added(self.entries, other.entries), sources)
         return self.precision() + other
 
     def structure(self) -> dict[str, Any]:
-        return self.precision().structure()
+        return {}
+
+    @classmethod
+    def rebuilt(
+        cls, structure: Mapping[str, Any], tensors: Mapping[str, Tensor], sources: tuple[Source, ...]
+    ) -> SignedDiagonal:
+        return SignedDiagonal(dict(tensors), sources)

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .base import Precision, Source, added, joined, thinned
+from .base import Precision, Source, added, joined
 from .dense import Dense, embedded
+from .kinds import described, made
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,14 +22,13 @@ class Sum(Precision):
     """
 
     terms: tuple[Precision, ...]
-    sources: tuple[Source, ...]
 
     @staticmethod
     def of(*parts: Precision) -> Sum:
-        """The parts as one sum, like added to like; the sum, not its terms, says where it came from."""
+        """The parts as one sum, like added to like."""
         terms: list[Precision] = []
         for part in parts:
-            for new in part.terms if isinstance(part, Sum) else (part.attributed(()),):
+            for new in part.terms if isinstance(part, Sum) else (part,):
                 for index, term in enumerate(terms):
                     combined = term.plus(new) or new.plus(term)
                     if combined is not None:
@@ -36,7 +36,11 @@ class Sum(Precision):
                         break
                 else:
                     terms.append(new)
-        return Sum(tuple(terms), joined(*(part.sources for part in parts)))
+        return Sum(tuple(terms))
+
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        return joined(*((term.shapes, term.sources) for term in self.terms))
 
     @property
     def shapes(self) -> dict[str, torch.Size]:
@@ -50,7 +54,7 @@ class Sum(Precision):
         return added(*(term.matvec(delta) for term in self.terms))
 
     def solve(self, vector: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {name: value for block in self._blocks() for name, value in block.solve(vector).items()}
+        return {name: value for block in self._apart() for name, value in block.solve(vector).items()}
 
     def diagonal(self) -> dict[str, Tensor]:
         return added(*(term.diagonal() for term in self.terms))
@@ -59,38 +63,52 @@ class Sum(Precision):
         return _densified(list(self.terms)).matrix
 
     def logdet(self) -> Tensor:
-        total: Tensor = sum(block.logdet() for block in self._blocks())  # type: ignore[assignment]
+        total: Tensor = sum(block.logdet() for block in self._apart())  # type: ignore[assignment]
         return total
 
     def sample(self, generator: torch.Generator | None = None) -> dict[str, Tensor]:
-        return {name: value for block in self._blocks() for name, value in block.sample(generator).items()}
+        return {name: value for block in self._apart() for name, value in block.sample(generator).items()}
 
     def expanded(self, shapes: Mapping[str, torch.Size]) -> Sum:
-        return Sum(tuple(term.expanded(shapes) for term in self.terms), self.sources)
+        return Sum(tuple(term.expanded(shapes) for term in self.terms))
 
     def scaled(self, factor: float) -> Sum:
-        return Sum(tuple(term.scaled(factor) for term in self.terms), thinned(self.sources, factor))
+        return Sum(tuple(term.scaled(factor) for term in self.terms))
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Sum:
-        return Sum(tuple(term.to(device, dtype) for term in self.terms), self.sources)
+        return Sum(tuple(term.to(device, dtype) for term in self.terms))
 
     def plus(self, other: Precision) -> Precision | None:
         return Sum.of(self, other)
 
-    def structure(self) -> dict[str, Any]:
-        return {"kind": "sum", "terms": [term.structure() for term in self.terms]}
+    def blocks(self) -> tuple[Precision, ...]:
+        return tuple(self._apart())
 
-    def _blocks(self) -> list[Precision]:
-        """The same sum over separate parameters: a term alone, or the dense sum of terms that overlap."""
-        groups: list[list[Precision]] = []
-        for term in self.terms:
-            touching = [group for group in groups if any(set(other.shapes) & set(term.shapes) for other in group)]
-            groups = [group for group in groups if group not in touching]
-            groups.append([other for group in touching for other in group] + [term])
-        return [group[0] if len(group) == 1 else _densified(group) for group in groups]
+    def structure(self) -> dict[str, Any]:
+        return {"terms": [described(term) for term in self.terms]}
+
+    @classmethod
+    def rebuilt(cls, structure: Mapping[str, Any], tensors: Mapping[str, Tensor], sources: tuple[Source, ...]) -> Sum:
+        terms = []
+        for index, inner in enumerate(structure["terms"]):
+            mark = f"{index}."
+            mine = {key.removeprefix(mark): value for key, value in tensors.items() if key.startswith(mark)}
+            terms.append(made(inner, mine))
+        return Sum(tuple(terms))
+
+    def _apart(self) -> list[Precision]:
+        """The same sum over separate parameters: blocks of the terms, those that overlap as one dense block."""
+        groups: list[tuple[set[str], list[Precision]]] = []
+        for block in (block for term in self.terms for block in term.blocks()):
+            names, members = set(block.shapes), [block]
+            for group in [group for group in groups if group[0] & names]:
+                groups.remove(group)
+                names, members = names | group[0], group[1] + members
+            groups.append((names, members))
+        return [members[0] if len(members) == 1 else _densified(members) for _, members in groups]
 
 
 def _densified(terms: list[Precision]) -> Dense:
     layout = {name: shape for term in terms for name, shape in term.shapes.items()}
     matrix: Tensor = sum(embedded(term, layout) for term in terms)  # type: ignore[assignment]
-    return Dense(layout, matrix)
+    return Dense(layout, matrix, joined(*((term.shapes, term.sources) for term in terms)))

@@ -1,0 +1,108 @@
+"""What every likelihood can do, and the checks they share."""
+
+from __future__ import annotations
+
+import abc
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import ArgumentError, DataError
+
+# The exact Fisher takes a backward pass per class or output: the default up to this many, sampled labels beyond.
+EXPECTED_UP_TO = 16
+
+
+class Likelihood(abc.ABC):
+    """One example's −log p(y | output) in nats, summed over everything that belongs to the example.
+
+    A likelihood says how far off an output is (`nll`), what labels the model itself would give (`sampled`), and the
+    exact Fisher of its outputs as a root: columns s_k with Σ_k s_k s_kᵀ = E[∇nll ∇nllᵀ] (`root`).
+    """
+
+    _instead = "Use targets='observed'."
+
+    @property
+    def unit(self) -> str:
+        """What `num_data` counts."""
+        return "example"
+
+    @property
+    @abc.abstractmethod
+    def name(self) -> str:
+        """What a memory records of it: enough to make it again."""
+
+    @abc.abstractmethod
+    def nll(self, output: Any, target: Any) -> Tensor:
+        """−log p(target | output) of each example, (batch,). Its mean is the loss that strength 1 is made for."""
+
+    @abc.abstractmethod
+    def default_targets(self, output: Any) -> str:
+        """Whose labels a Fisher takes when nobody says: "expected", "sampled" or "observed"."""
+
+    def require(self, output: Any, target: Any) -> None:  # noqa: B027  # not every likelihood can refuse
+        """Raise where targets have impossible values. Apart from `nll`, which can then serve as a training loss."""
+
+    def count(self, size: int, target: Any) -> float:
+        """How many units (examples, or tokens) a batch of `size` examples has."""
+        return float(size)
+
+    def root(self, output: Tensor) -> Tensor:
+        """Columns s_k with Σ_k s_k s_kᵀ the Fisher of the outputs, shape (columns, *output.shape)."""
+        raise ArgumentError(f"{self.name} has no exact Fisher (targets='expected'). {self._instead}")
+
+    def sampled(self, output: Tensor, target: Any, generator: torch.Generator) -> Any:
+        """Labels drawn from the model. One uniform number per label, in the order of the examples: how the data is
+        cut into batches does not change what is drawn."""
+        raise ArgumentError(f"{self.name} cannot draw labels (targets='sampled'). {self._instead}")
+
+
+def few_or_many(columns: int) -> str:
+    """The default targets of a likelihood whose exact Fisher takes `columns` passes."""
+    return "expected" if columns <= EXPECTED_UP_TO else "sampled"
+
+
+def as_tensor(output: Any, name: str) -> Tensor:
+    """The output, which must be one tensor."""
+    if not isinstance(output, Tensor):
+        raise DataError(
+            f"{name} needs the model's output as one tensor, got {type(output).__name__}. "
+            "Give forward=lambda model, batch: ... that returns the logits or the prediction."
+        )
+    return output
+
+
+def found(target: Any) -> str:
+    """What was given as a target, for an error."""
+    return f"{target.dtype} {tuple(target.shape)}" if isinstance(target, Tensor) else type(target).__name__
+
+
+def require_class_labels(target: Any, shape: torch.Size, name: str) -> None:
+    """Raise unless targets are integers of the shape given."""
+    if not isinstance(target, Tensor) or target.is_floating_point() or target.shape != shape:
+        raise DataError(
+            f"{name} needs integer class labels of shape {tuple(shape)}, got {found(target)}. For soft labels give a "
+            "holdfast.custom likelihood."
+        )
+
+
+def require_class_range(labels: Tensor, classes: int, name: str) -> None:
+    """Raise unless every label is a class."""
+    if labels.numel() and not (int(labels.min()) >= 0 and int(labels.max()) < classes):
+        raise DataError(
+            f"{name} has {classes} classes, but the labels run from {int(labels.min())} to {int(labels.max())}."
+        )
+
+
+def uniform(shape: torch.Size, like: Tensor, generator: torch.Generator) -> Tensor:
+    """Numbers between 0 and 1, drawn on the CPU in float64 so that a seed means the same on every device."""
+    return torch.rand(shape, generator=generator, dtype=torch.float64).to(like.device)
+
+
+def draw_class(logits: Tensor, generator: torch.Generator) -> Tensor:
+    """One class per row, by inverting the distribution function at one uniform number."""
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    cumulative = logits.to(dtype).softmax(-1).cumsum(-1)
+    height = uniform(logits.shape[:1], logits, generator).to(dtype).unsqueeze(-1) * cumulative[:, -1:]
+    return torch.searchsorted(cumulative, height, right=True).squeeze(-1).clamp(max=logits.shape[-1] - 1)

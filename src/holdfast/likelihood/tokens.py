@@ -1,0 +1,78 @@
+"""A label per position, as in language models."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..errors import DataError
+from .base import Likelihood, as_tensor, draw_class, require_class_labels, require_class_range
+
+
+@dataclass(frozen=True)
+class Tokens(Likelihood):
+    """The cross-entropy of every counted position, summed over a sequence; the unit is the token.
+
+    `shift=True`: the output at position t is for the label at t+1 (labels are the inputs, as Hugging Face's causal
+    models take them). `shift=False`: outputs and labels already stand side by side (masked language models,
+    tagging). Positions labelled `ignore_index` do not count. A sequence's score is squared whole.
+    """
+
+    shift: bool
+    ignore_index: int = -100
+
+    _instead = "Use targets='sampled': the square of a sequence's score is unbiased for the sum over its tokens."
+
+    @property
+    def unit(self) -> str:
+        return "token"
+
+    @property
+    def name(self) -> str:
+        return f"tokens(shift={self.shift}, ignore_index={self.ignore_index})"
+
+    def nll(self, output: Any, target: Any) -> Tensor:
+        output, target = self._aligned(output, target)
+        each = F.cross_entropy(output.flatten(0, 1), target.flatten(), reduction="none", ignore_index=self.ignore_index)
+        return each.view(target.shape).sum(-1)
+
+    def require(self, output: Any, target: Any) -> None:
+        output, target = self._aligned(output, target)
+        require_class_range(target[target != self.ignore_index], output.shape[-1], self.name)
+
+    def count(self, size: int, target: Any) -> float:
+        counted = target[:, 1:] if self.shift else target
+        return float((counted != self.ignore_index).sum())
+
+    def default_targets(self, output: Any) -> str:
+        return "sampled"
+
+    def sampled(self, output: Tensor, target: Any, generator: torch.Generator) -> Tensor:
+        logits, aligned = self._aligned(output, target)
+        counted = aligned != self.ignore_index
+        drawn = aligned.clone()
+        drawn[counted] = draw_class(logits[counted], generator)
+        # The first label of a shifted sequence is never scored; it stays what it was.
+        return torch.cat([target[:, :1], drawn], dim=1) if self.shift else drawn
+
+    def _aligned(self, output: Any, target: Any) -> tuple[Tensor, Tensor]:
+        """Outputs and labels, position by position."""
+        output = as_tensor(output, self.name)
+        if output.ndim != 3:
+            raise DataError(f"tokens needs outputs of shape (batch, positions, vocabulary), got {tuple(output.shape)}.")
+        if target is None:
+            raise DataError(
+                "tokens needs labels even when they are sampled: they say which positions count. For causal "
+                "models give the input ids as labels, with padding set to ignore_index."
+            )
+        require_class_labels(target, output.shape[:2], self.name)
+        return (output[:, :-1], target[:, 1:]) if self.shift else (output, target)
+
+
+def tokens(*, shift: bool, ignore_index: int = -100) -> Tokens:
+    """A label per position. `shift` has no default: a wrong guess would be silent (see `Tokens`)."""
+    return Tokens(bool(shift), ignore_index)

@@ -1,0 +1,282 @@
+import pytest
+import torch
+from torch import nn
+
+import holdfast
+from cases import CASES, Case, PositionsLookLikeExamples, relu_mlp, vectors
+from holdfast.curvature.batches import read, run
+from holdfast.curvature.linear import Taps
+from holdfast.curvature.scores import Scoring
+from holdfast.params import trainable
+from oracles import fisher_loop, flat
+
+RUNS = [(case, targets) for case in CASES for targets in case.targets]
+TWO_CUTS = (5, 2)
+
+
+def drawn(case: Case, batches: list, seed: int = 0) -> list:
+    """The batches with the labels that `targets="sampled"` draws from the model."""
+    model, scoring = case.model().eval(), Scoring(case.likelihood, "sampled", seed)
+    labelled = []
+    for batch in read(batches, model):
+        batch, _ = scoring.counted(run(model, batch, case.forward), batch)
+        content = batch.content
+        labelled.append(
+            {**content, "labels": batch.target} if isinstance(content, dict) else (*content[:-1], batch.target)
+        )
+    return labelled
+
+
+@pytest.mark.parametrize(("case", "targets"), RUNS, ids=lambda v: str(v))
+def test_every_fisher_equals_a_loop_over_examples(case, targets):
+    batches = case.batches(TWO_CUTS)
+    diagonal = holdfast.diagonal_fisher(case.model(), batches, case.likelihood, targets=targets, forward=case.forward)
+    dense = holdfast.dense_fisher(case.model(), batches, case.likelihood, targets=targets, forward=case.forward)
+    loop = fisher_loop(case, case.model(), drawn(case, batches) if targets == "sampled" else batches, targets)
+    torch.testing.assert_close(dense.matrix, loop, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(flat(diagonal.entries), loop.diagonal(), rtol=1e-9, atol=1e-12)
+    assert float(loop.abs().max()) > 1e-6
+
+
+@pytest.mark.parametrize(("case", "targets"), RUNS, ids=lambda v: str(v))
+def test_nothing_depends_on_how_the_batches_are_cut(case, targets):
+    found = [
+        holdfast.diagonal_fisher(
+            case.model(), case.batches(cuts), case.likelihood, targets=targets, forward=case.forward
+        )
+        for cuts in [(7,), (3, 4), (1, 1, 5), (1,) * 7]
+    ]
+    for other in found[1:]:
+        torch.testing.assert_close(flat(other.entries), flat(found[0].entries), rtol=1e-9, atol=1e-12)
+        assert other.num_data == found[0].num_data
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.tapped], ids=str)
+def test_linear_layers_take_the_one_matmul_path(case):
+    """Otherwise the comparison with the loop would compare the loop with itself."""
+    model = case.model().eval()
+    batch = next(read(case.batches(), model))
+    taps = Taps(model, trainable(model))
+    with taps.listening():
+        output = run(model, batch, case.forward)
+    _, losses = Scoring(case.likelihood, None, 0).counted(output, batch)
+    served = {name for tap in taps.exact(losses, batch) for name in tap.names}
+    assert set(case.tapped) <= served
+    shared = {"inner.weight", "body.weight", "scale", "rnn.weight_hh_l0"}
+    assert not (served & shared)
+
+
+@pytest.mark.parametrize("cuts", [(5,), (5, 5), (3, 5, 2)])
+def test_positions_that_only_look_like_examples_are_left_to_the_general_path(cuts):
+    case = Case("positions", PositionsLookLikeExamples, holdfast.categorical, vectors(4, 3))
+    fisher = holdfast.diagonal_fisher(case.model(), case.batches(cuts), case.likelihood)
+    loop = fisher_loop(case, case.model(), case.batches(cuts), "expected")
+    torch.testing.assert_close(flat(fisher.entries), loop.diagonal(), rtol=1e-9, atol=1e-12)
+
+
+def test_a_changed_input_does_not_fool_the_tap():
+    class Overwrites(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.head = nn.Linear(3, 3), nn.Linear(3, 3)
+
+        def forward(self, x):
+            x = x.clone()
+            h = self.first(x)
+            x.mul_(0)
+            return self.head(torch.tanh(h.exp()))
+
+    case = Case("overwrites", Overwrites, holdfast.categorical, vectors(3, 3))
+    model = case.model()
+    for parameter in model.first.parameters():
+        parameter.requires_grad_(False)  # else autograd itself refuses
+    fisher = holdfast.diagonal_fisher(model, case.batches(), case.likelihood)
+    loop = fisher_loop(case, model, case.batches(), "expected")
+    torch.testing.assert_close(flat(fisher.entries), loop.diagonal(), rtol=1e-9, atol=1e-12)
+
+
+def test_the_sampled_fisher_is_within_four_standard_errors_of_the_exact_one():
+    case = CASES[0]
+    batches = case.batches((40,))
+    exact = flat(holdfast.diagonal_fisher(case.model(), batches, case.likelihood, targets="expected").entries)
+    draws = torch.stack([
+        flat(holdfast.diagonal_fisher(case.model(), batches, case.likelihood, targets="sampled", seed=seed).entries)
+        for seed in range(200)
+    ])  # fmt: skip
+    error = draws.std(0) / 200**0.5
+    assert ((draws.mean(0) - exact).abs() <= 4 * error + 1e-12).all()
+    assert draws.std(0).max() > 0.1 * exact.max()  # it is random
+
+
+def test_a_seed_repeats_and_another_differs():
+    case = CASES[0]
+    once, again, other = (
+        flat(holdfast.diagonal_fisher(case.model(), case.batches(), case.likelihood, targets="sampled", seed=s).entries)
+        for s in (3, 3, 4)
+    )
+    assert torch.equal(once, again)
+    assert not torch.equal(once, other)
+
+
+def test_the_observed_fisher_fades_with_confidence_faster_than_the_exact_one():
+    """As (1−p)² against (1−p)."""
+    x, y = torch.randn(50, 4, dtype=torch.float64), torch.zeros(50, dtype=torch.long)
+    model = nn.Linear(4, 2).double()
+    with torch.no_grad():
+        model.weight.zero_()
+    found = {}
+    for margin in (4.0, 8.0):
+        with torch.no_grad():
+            model.bias.copy_(torch.tensor([margin, 0.0]))
+        for targets in ("expected", "observed"):
+            fisher = holdfast.diagonal_fisher(model, [(x, y)], holdfast.categorical, targets=targets)
+            found[margin, targets] = fisher.entries["bias"].sum()
+    rest = torch.exp(torch.tensor(-4.0, dtype=torch.float64))
+    torch.testing.assert_close(found[8.0, "expected"] / found[4.0, "expected"], rest, rtol=0.05, atol=0)
+    torch.testing.assert_close(found[8.0, "observed"] / found[4.0, "observed"], rest**2, rtol=0.05, atol=0)
+
+
+def test_squaring_the_batch_gradient_would_be_something_else():
+    """The field's common mistake, shown on the same data: it is a small part of the truth."""
+    case = CASES[0]
+    ((x, y),) = case.batches((64,))
+    model = case.model()
+    exact = flat(holdfast.diagonal_fisher(model, [(x, y)], case.likelihood, targets="observed").entries).sum()
+    grads = torch.autograd.grad(case.likelihood.nll(model(x), y).mean(), list(model.parameters()))
+    squared = 64 * sum(g.square().sum() for g in grads)
+    assert squared < 0.2 * exact
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 0.1)])
+def test_lower_precision_models_accumulate_in_float32(dtype, tolerance):
+    case = CASES[0]
+    ((x, y),) = case.batches((30,))
+    low = case.model().to(dtype)
+    fisher = holdfast.diagonal_fisher(low, [(x.to(dtype), y)], case.likelihood, targets="observed")
+    assert {entries.dtype for entries in fisher.entries.values()} == {torch.float32}
+    twin = case.model().to(dtype).double()
+    exact = holdfast.diagonal_fisher(twin, [(x.to(dtype).double(), y)], case.likelihood, targets="observed")
+    for name, entries in fisher.entries.items():
+        assert (entries - exact.entries[name]).norm() <= tolerance * exact.entries[name].norm()
+
+
+def test_under_autocast_the_sums_stay_in_float32():
+    case = CASES[0]
+    ((x, y),) = case.batches((30,))
+    model = case.model().float()
+    exact = holdfast.diagonal_fisher(model, [(x.float(), y)], case.likelihood, targets="observed")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        mixed = holdfast.diagonal_fisher(model, [(x.float(), y)], case.likelihood, targets="observed")
+    for name, entries in mixed.entries.items():
+        assert entries.dtype == torch.float32
+        assert (entries - exact.entries[name]).norm() <= 0.1 * exact.entries[name].norm()
+
+
+def test_compiled_and_wrapped_models_give_the_same_numbers_under_the_same_names():
+    case = CASES[0]
+    plain = holdfast.diagonal_fisher(case.model(), case.batches(), case.likelihood)
+    for wrapped in (nn.DataParallel(case.model()), torch.compile(case.model(), backend="eager")):
+        fisher = holdfast.diagonal_fisher(wrapped, case.batches(), case.likelihood)
+        assert list(fisher.entries) == list(plain.entries)
+        assert torch.equal(flat(fisher.entries), flat(plain.entries))
+    in_place = case.model()
+    in_place.compile(backend="eager")
+    fisher = holdfast.diagonal_fisher(in_place, case.batches(), case.likelihood)
+    torch.testing.assert_close(flat(fisher.entries), flat(plain.entries))
+
+
+def test_what_a_fisher_says_of_itself():
+    case = CASES[0]
+    (source,) = holdfast.diagonal_fisher(case.model(), case.batches((4, 3)), case.likelihood).sources
+    assert (source.num_data, source.unit, source.likelihood, source.targets) == (
+        7,
+        "example",
+        "categorical",
+        "expected",
+    )
+    tokens = next(case for case in CASES if case.name == "tied-tokens")
+    fisher = holdfast.diagonal_fisher(tokens.model(), tokens.batches((4, 3)), tokens.likelihood)
+    labels = torch.cat([batch["labels"][:, 1:] for batch in tokens.batches((4, 3))])
+    assert (fisher.num_data, fisher.unit) == (int((labels != -100).sum()), "token")
+    assert fisher.sources[0].targets == "sampled"
+
+
+def test_batches_may_be_triples_bare_inputs_or_on_a_generator():
+    case = CASES[0]
+    ((x, y),) = case.batches()
+    expected = flat(holdfast.diagonal_fisher(case.model(), [(x, y)], case.likelihood).entries)
+
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = case.model()
+
+        def forward(self, x, mask):
+            return self.net(x * mask)
+
+    triple = holdfast.diagonal_fisher(Masked(), [(x, torch.ones_like(x), y)], case.likelihood)
+    torch.testing.assert_close(flat(triple.entries), expected)
+    for batches in ([x], [(x,)], (pair for pair in [(x[:3], y[:3]), (x[3:], y[3:])])):
+        torch.testing.assert_close(
+            flat(holdfast.diagonal_fisher(case.model(), batches, case.likelihood).entries), expected
+        )
+
+
+@pytest.mark.parametrize("function", [holdfast.diagonal_fisher, holdfast.dense_fisher, holdfast.diagonal_hessian])
+@pytest.mark.parametrize(
+    ("batches", "message"),
+    [
+        ([], "no batches"),
+        ([(torch.zeros(0, 5).double(), torch.zeros(0, dtype=torch.long))], "batch 0 is empty"),
+        ([(torch.zeros(3, 5).double(), torch.zeros(2, dtype=torch.long))], "first axes"),
+        ([("text", "label")], "without tensors"),
+        ([(torch.full((3, 5), torch.nan).double(), torch.zeros(3, dtype=torch.long))], "batch 0.*not finite.*itself"),
+        ([(torch.zeros(3, 5).double(), torch.full((3,), 7))], "run from 7 to 7"),
+    ],
+)
+def test_bad_batches_are_named(function, batches, message):
+    kwargs = {} if function is holdfast.diagonal_hessian else {"targets": "observed"}
+    with pytest.raises(holdfast.DataError, match=message):
+        function(relu_mlp().double(), batches, holdfast.categorical, **kwargs)
+
+
+def test_a_gradient_that_is_not_finite_names_batch_and_parameter_and_changes_nothing():
+    class Root(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = nn.Linear(3, 3)
+            self.power = nn.Parameter(torch.zeros(3))
+
+        def forward(self, x):
+            return self.net(x) + self.power.abs().sqrt()  # infinite slope at 0, finite value
+
+    model = Root()
+    model.net.weight.grad = torch.ones(3, 3)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    good = (torch.randn(4, 3), torch.tensor([0, 1, 2, 0]))
+    with pytest.raises(holdfast.DataError, match=r"batch 0: the gradients of `power` are not finite"):
+        holdfast.diagonal_fisher(model, [good], holdfast.categorical)
+    assert model.training
+    assert torch.equal(model.net.weight.grad, torch.ones(3, 3))
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
+def test_unusable_models_and_options_are_refused():
+    x, y = torch.randn(3, 5), torch.zeros(3, dtype=torch.long)
+    with pytest.raises(holdfast.InertError, match="no trainable parameters"):
+        holdfast.diagonal_fisher(relu_mlp().requires_grad_(False), [(x, y)], holdfast.categorical)
+    with pytest.raises(holdfast.ArgumentError, match="'expected', 'sampled' or 'observed'"):
+        holdfast.diagonal_fisher(relu_mlp(), [(x, y)], holdfast.categorical, targets="empirical")
+    with pytest.raises(holdfast.ArgumentError, match=r"holdfast\.custom"):
+        holdfast.diagonal_fisher(relu_mlp(), [(x, y)], nn.CrossEntropyLoss())
+    with pytest.raises(holdfast.InertError, match="does not depend"):
+        holdfast.diagonal_fisher(
+            relu_mlp(), [(x, y)], holdfast.categorical, forward=lambda model, batch: model(batch[0]).detach()
+        )
+    with pytest.raises(holdfast.DataError, match="needs labels"):
+        holdfast.diagonal_fisher(relu_mlp(), [x], holdfast.categorical, targets="observed")
+    with pytest.raises(holdfast.ArgumentError, match="limit"):
+        holdfast.dense_fisher(nn.Linear(200, 200), [(torch.randn(2, 200), y[:2])], holdfast.categorical)
+    tokens = next(case for case in CASES if case.name == "tied-tokens")
+    with pytest.raises(holdfast.ArgumentError, match="sampled"):
+        holdfast.diagonal_fisher(tokens.model(), tokens.batches(), tokens.likelihood, targets="expected")

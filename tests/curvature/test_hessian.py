@@ -1,0 +1,80 @@
+import pytest
+import torch
+from torch import nn
+
+import holdfast
+from cases import CASES, Case, relu_mlp, vectors
+from oracles import flat, hessian
+
+SMOOTH = [case for case in CASES if case.forward is None]
+
+
+@pytest.mark.parametrize("case", SMOOTH, ids=str)
+def test_the_diagonal_hessian_equals_that_of_torch_func(case):
+    exact = hessian(case, case.model(), case.batches()).diagonal()
+    found = holdfast.diagonal_hessian(case.model(), case.batches((3, 4)), case.likelihood, forward=case.forward)
+    torch.testing.assert_close(flat(found.entries), exact, rtol=1e-9, atol=1e-11)
+    assert found.sources[0].targets == "observed"
+
+
+def test_hutchinson_is_within_four_standard_errors_and_does_not_depend_on_the_cuts():
+    case = CASES[3]
+    exact = hessian(case, case.model(), case.batches())
+    estimate = holdfast.hutchinson_hessian(case.model(), case.batches(), case.likelihood, probes=400)
+    error = ((exact.square().sum(1) - exact.diagonal().square()) / 400).sqrt()
+    assert ((flat(estimate.entries) - exact.diagonal()).abs() <= 4 * error + 1e-9).all()
+    cut = holdfast.hutchinson_hessian(case.model(), case.batches((2, 5)), case.likelihood, probes=400)
+    torch.testing.assert_close(flat(cut.entries), flat(estimate.entries))
+    other = holdfast.hutchinson_hessian(case.model(), case.batches(), case.likelihood, probes=400, seed=1)
+    assert not torch.equal(flat(other.entries), flat(estimate.entries))
+
+
+def test_attention_is_differentiated_twice():
+    class Attends(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.qkv, self.head = nn.Linear(4, 12), nn.Linear(4, 3)
+
+        def forward(self, x):
+            q, k, v = self.qkv(x).unsqueeze(1).chunk(3, -1)
+            return self.head(nn.functional.scaled_dot_product_attention(q, k, v).mean((1, 2)))
+
+    case = Case("attention", Attends, holdfast.categorical,
+                lambda n: (torch.randn(n, 5, 4, dtype=torch.float64), torch.randint(0, 3, (n,))))  # fmt: skip
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        exact = hessian(case, case.model(), case.batches()).diagonal()
+    found = holdfast.diagonal_hessian(case.model(), case.batches(), case.likelihood)
+    torch.testing.assert_close(flat(found.entries), exact, rtol=1e-9, atol=1e-11)
+
+
+def test_negative_curvature_is_kept_refused_and_clamped_by_name():
+    case = Case(
+        "mlp", lambda: nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3)), holdfast.categorical, vectors(5, 3)
+    )
+    model = case.model()
+    found = holdfast.diagonal_hessian(model, case.batches((30,)), case.likelihood)
+    assert sum(found.negative.values()) > 0
+    with pytest.raises(holdfast.ArgumentError, match=r"negative entries: .*`0.weight`.*clamped"):
+        holdfast.consolidate(holdfast.prior(model), model, found)
+    clamped = holdfast.consolidate(holdfast.prior(model), model, found.clamped())
+    assert torch.equal(flat(clamped.precision.diagonal()), flat(found.entries).clamp(min=0))
+    # Where the prior is stronger than the negative curvature, the sum is a precision and is exact.
+    lowest = -float(flat(found.entries).min())
+    exact = holdfast.consolidate(holdfast.prior(model, precision=lowest + 1), model, found)
+    torch.testing.assert_close(flat(exact.precision.diagonal()), flat(found.entries) + lowest + 1)
+
+
+def test_at_a_minimum_it_takes_the_fishers_place():
+    model = nn.Linear(5, 3).double()
+    batches = Case("", relu_mlp, holdfast.categorical, vectors(5, 3)).batches((40,))
+    posterior = holdfast.consolidate(
+        holdfast.prior(model), model, 2.0 * holdfast.diagonal_hessian(model, batches, holdfast.categorical)
+    )
+    fisher = holdfast.diagonal_fisher(model, batches, holdfast.categorical)
+    torch.testing.assert_close(flat(posterior.precision.diagonal()), 2 * flat(fisher.entries))
+    assert posterior.num_data == 80
+
+
+def test_at_least_one_probe():
+    with pytest.raises(holdfast.ArgumentError, match="at least one probe"):
+        holdfast.hutchinson_hessian(relu_mlp(), [], holdfast.categorical, probes=0)

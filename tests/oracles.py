@@ -1,0 +1,98 @@
+"""Slow twins: the definitions, one example at a time, with nothing shared with the library but the likelihoods' nll."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cases import Case
+from holdfast.likelihood import Bernoulli, Categorical, Gaussian
+
+
+def examples(batches: list[Any]) -> list[Any]:
+    """Every example as a batch of one."""
+    singles = []
+    for batch in batches:
+        tensors = list(batch.values()) if isinstance(batch, dict) else list(batch)
+        for n in range(len(tensors[0])):
+            if isinstance(batch, dict):
+                singles.append({key: value[n : n + 1] for key, value in batch.items()})
+            else:
+                singles.append(tuple(value[n : n + 1] for value in batch))
+    return singles
+
+
+def call(case: Case, model: nn.Module, example: Any) -> tuple[Tensor, Any]:
+    """The output and the label of a batch of one."""
+    label = example["labels"] if isinstance(example, dict) else example[-1]
+    if case.forward is not None:
+        return case.forward(model, example), label
+    if isinstance(example, dict):
+        return model(**{key: value for key, value in example.items() if key != "labels"}), label
+    return model(example[0]), label
+
+
+def possible_labels(case: Case, output: Tensor) -> list[tuple[Any, Tensor]]:
+    """Every label an example can have, with its probability under the model."""
+    if isinstance(case.likelihood, Categorical):
+        p = output.softmax(-1)[0]
+        return [(torch.tensor([c]), p[c]) for c in range(len(p))]
+    if isinstance(case.likelihood, Bernoulli):
+        p = output.sigmoid()
+        combos = torch.cartesian_prod(*[torch.tensor([0.0, 1.0]).double()] * output.numel()).view(-1, *output.shape)
+        return [(y, torch.where(y > 0, p, 1 - p).prod()) for y in combos]
+    raise NotImplementedError(case.likelihood.name)
+
+
+def trained(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def flat_gradient(loss: Tensor, model: nn.Module) -> Tensor:
+    grads = torch.autograd.grad(loss, list(trained(model).values()), retain_graph=True, materialize_grads=True)
+    return torch.cat([grad.flatten() for grad in grads])
+
+
+def fisher_loop(case: Case, model: nn.Module, batches: list[Any], targets: str) -> Tensor:
+    """Σₙ E_y[∇nll ∇nllᵀ] as a dense matrix, from its definition. `batches` already carry the labels if sampled."""
+    model.eval()
+    total: Tensor = torch.zeros(())
+    for example in examples(batches):
+        output, label = call(case, model, example)
+        if targets == "expected" and isinstance(case.likelihood, Gaussian):
+            # E[(y−f)²] = σ²: the outputs' Fisher is 1/σ², by the Jacobian.
+            rows = [flat_gradient(o, model) / case.likelihood.scale for o in output.flatten()]
+            total = total + sum(torch.outer(row, row) for row in rows)
+        elif targets == "expected":
+            for y, probability in possible_labels(case, output.detach()):
+                g = flat_gradient(case.likelihood.nll(output, y).sum(), model)
+                total = total + probability * torch.outer(g, g)
+        else:
+            g = flat_gradient(case.likelihood.nll(output, label).sum(), model)
+            total = total + torch.outer(g, g)
+    return total
+
+
+def hessian(case: Case, model: nn.Module, batches: list[Any]) -> Tensor:
+    """∇² Σ nll over the trained parameters, by torch.func."""
+    model.eval()
+    named = trained(model)
+    rest = {name: p.detach() for name, p in model.named_parameters() if name not in named}
+    sizes = [p.numel() for p in named.values()]
+
+    def loss(flat: Tensor) -> Tensor:
+        pieces = {n: part.view(p.shape) for (n, p), part in zip(named.items(), flat.split(sizes), strict=True)}
+        total = torch.zeros((), dtype=flat.dtype)
+        for batch in batches:
+            inputs = {k: v for k, v in batch.items() if k != "labels"} if isinstance(batch, dict) else None
+            label = batch["labels"] if isinstance(batch, dict) else batch[-1]
+            args, kwargs = ((), inputs) if inputs is not None else ((batch[0],), {})
+            output = torch.func.functional_call(model, {**pieces, **rest}, args, kwargs)
+            total = total + case.likelihood.nll(output, label).sum()
+        return total
+
+    return torch.func.hessian(loss)(torch.cat([p.detach().flatten() for p in named.values()]))
+
+
+def flat(tensors: dict[str, Tensor]) -> Tensor:
+    return torch.cat([tensor.flatten() for tensor in tensors.values()])

@@ -1,0 +1,219 @@
+"""Every structure × every law, against the dense matrix it stands for."""
+
+import itertools
+
+import pytest
+import torch
+
+from holdfast import ArgumentError, Dense, Diagonal, MismatchError, Precision, SingularError, Source, Sum
+
+SHAPES = {"w": torch.Size([3, 2]), "b": torch.Size([3]), "s": torch.Size([])}
+
+
+def source(name, num_data=10.0, unit="example"):
+    return (Source(name, num_data, unit, "categorical", "expected"),)
+
+
+def diagonal(seed, names=("w", "b", "s"), label=None):
+    generator = torch.Generator().manual_seed(seed)
+    entries = {n: torch.rand(SHAPES[n], generator=generator, dtype=torch.float64) + 0.1 for n in names}
+    return Diagonal(entries, source(label or f"diagonal {seed}"))
+
+
+def dense(seed, names=("w", "b", "s"), label=None):
+    shapes = {name: SHAPES[name] for name in names}
+    size = sum(shape.numel() for shape in shapes.values())
+    root = torch.randn(size, size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return Dense(shapes, root @ root.T + 0.1 * torch.eye(size, dtype=torch.float64), source(label or f"dense {seed}"))
+
+
+STRUCTURES = {
+    "diagonal": lambda seed: diagonal(seed),
+    "dense": lambda seed: dense(seed),
+    "dense-other-order": lambda seed: dense(seed, ("s", "b", "w")),
+    "blocks": lambda seed: diagonal(seed, ("w",)) + dense(seed + 50, ("b", "s")),
+    "overlap": lambda seed: dense(seed, ("w", "b")) + diagonal(seed + 50, ("b", "s")),
+}
+
+
+@pytest.fixture(params=STRUCTURES, ids=str)
+def precision(request):
+    return STRUCTURES[request.param](1)
+
+
+def vector(seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=generator, dtype=torch.float64) for name, shape in SHAPES.items()}
+
+
+def flat(precision: Precision, tensors):
+    return torch.cat([tensors[name].flatten() for name in precision.shapes])
+
+
+def aligned(precision: Precision, order) -> torch.Tensor:
+    """The dense matrix with rows and columns in the order of the names given."""
+    place, start = {}, 0
+    for name, shape in precision.shapes.items():
+        place[name] = torch.arange(start, start + shape.numel())
+        start += shape.numel()
+    index = torch.cat([place[name] for name in order])
+    return precision.dense()[index][:, index]
+
+
+def test_it_is_symmetric_and_positive(precision):
+    matrix = precision.dense()
+    torch.testing.assert_close(matrix, matrix.T)
+    assert torch.linalg.eigvalsh(matrix).min() > 0
+
+
+def test_matvec_and_quadratic(precision):
+    delta = vector()
+    product = precision.dense() @ flat(precision, delta)
+    torch.testing.assert_close(flat(precision, precision.matvec(delta)), product)
+    torch.testing.assert_close(precision.quadratic(delta), flat(precision, delta) @ product)
+
+
+def test_the_quadratic_is_differentiable_and_its_gradient_is_twice_the_matvec(precision):
+    delta = {name: value.requires_grad_() for name, value in vector().items()}
+    grads = torch.autograd.grad(precision.quadratic(delta), list(delta.values()))
+    pull = precision.matvec({name: value.detach() for name, value in delta.items()})
+    for (name, _), grad in zip(delta.items(), grads, strict=True):
+        torch.testing.assert_close(grad, 2 * pull[name])
+
+
+def test_solve_inverts(precision):
+    solution = precision.solve(vector())
+    torch.testing.assert_close(
+        flat(precision, solution),
+        torch.linalg.solve(precision.dense(), flat(precision, vector())),
+        rtol=1e-8,
+        atol=1e-8,
+    )
+
+
+def test_diagonal_and_logdet(precision):
+    torch.testing.assert_close(flat(precision, precision.diagonal()), precision.dense().diagonal())
+    torch.testing.assert_close(precision.logdet(), torch.linalg.slogdet(precision.dense()).logabsdet)
+
+
+def test_samples_have_the_inverse_as_covariance(precision):
+    generator = torch.Generator().manual_seed(3)
+    draws = torch.stack([flat(precision, precision.sample(generator)) for _ in range(4000)])
+    whitened = draws @ torch.linalg.cholesky(precision.dense())
+    error = (whitened.T @ whitened / len(draws) - torch.eye(draws.shape[1])).abs()
+    assert error.max() < 5 * (2 / 4000) ** 0.5
+    again = flat(precision, precision.sample(torch.Generator().manual_seed(3)))
+    assert torch.equal(again, draws[0])
+
+
+def test_scaling_scales_the_matrix_and_the_data(precision):
+    for scaled in (2.5 * precision, precision * 2.5):
+        torch.testing.assert_close(scaled.dense(), 2.5 * precision.dense())
+        assert scaled.num_data == pytest.approx(2.5 * precision.num_data)
+    assert (0 * precision).is_zero()
+
+
+@pytest.mark.parametrize("pair", list(itertools.product(STRUCTURES, STRUCTURES)), ids="+".join)
+def test_sums_are_exact_between_any_two_structures(pair):
+    a, b = STRUCTURES[pair[0]](1), STRUCTURES[pair[1]](2)
+    total, order = a + b, list(SHAPES)
+    torch.testing.assert_close(aligned(total, order), aligned(a, order) + aligned(b, order))
+    torch.testing.assert_close(total.quadratic(vector()), a.quadratic(vector()) + b.quadratic(vector()))
+    torch.testing.assert_close(total.logdet(), torch.linalg.slogdet(total.dense()).logabsdet)
+    assert total.num_data == a.num_data + b.num_data
+    assert len(total.sources) == len(a.sources) + len(b.sources)
+
+
+def test_sums_of_like_structures_stay_one_structure():
+    assert isinstance(diagonal(1) + diagonal(2), Diagonal)
+    assert isinstance(dense(1) + dense(2), Dense)
+    assert isinstance(diagonal(1) + dense(2), Dense)
+    many = dense(1, ("w", "b")) + diagonal(2, ("b", "s"))
+    for seed in range(3, 9):
+        many = many + dense(seed, ("w", "b")) + diagonal(seed, ("b", "s"))
+    assert isinstance(many, Sum)
+    assert len(many.terms) == 2
+
+
+def test_taking_a_part_out_again_is_exact():
+    for whole, part in [(diagonal(1), diagonal(2)), (dense(1), dense(2)), (dense(1), diagonal(2))]:
+        rest = (whole + part) - part
+        torch.testing.assert_close(rest.dense(), whole.dense())
+        assert rest.num_data == pytest.approx(whole.num_data)
+    with pytest.raises(MismatchError, match="more precision in `w`"):
+        diagonal(1) - 10 * diagonal(2)
+    with pytest.raises(MismatchError, match="cannot be taken out"):
+        diagonal(1) - dense(2)
+
+
+def test_growing_adds_free_entries_at_the_end(precision):
+    bigger = precision.expanded({**SHAPES, "w": torch.Size([4, 3]), "b": torch.Size([5])})
+    assert bigger.shapes["w"] == (4, 3)
+    delta = vector()
+    padded = {
+        "w": torch.randn(4, 3, dtype=torch.float64), "b": torch.randn(5, dtype=torch.float64), "s": delta["s"],
+    }  # fmt: skip
+    padded["w"][:3, :2], padded["b"][:3] = delta["w"], delta["b"]
+    torch.testing.assert_close(bigger.quadratic(padded), precision.quadratic(delta))
+    with pytest.raises((ArgumentError, MismatchError), match="shrink"):
+        precision.expanded({**SHAPES, "w": torch.Size([2, 9]), "b": torch.Size([2])})
+
+
+def test_changing_dtype_changes_the_numbers_only_by_rounding(precision):
+    low = precision.to(dtype=torch.float32)
+    assert {tensor.dtype for tensor in low.tensors.values()} == {torch.float32}
+    torch.testing.assert_close(low.dense().double(), precision.dense(), rtol=1e-6, atol=1e-6)
+    assert low.sources == precision.sources
+
+
+def test_zero_directions_are_refused_by_name_and_left_alone_by_solve():
+    entries = diagonal(1).entries
+    dead = Diagonal({**entries, "b": torch.tensor([0.0, 2.0, 0.0], dtype=torch.float64)})
+    for method in (dead.logdet, dead.sample):
+        with pytest.raises(SingularError, match=r"2 entries of `b`.*prior"):
+            method()
+    solution = dead.solve({name: torch.ones_like(value) for name, value in entries.items()})
+    assert solution["b"].tolist() == [0.0, 0.5, 0.0]
+    flat_direction = Dense({"b": torch.Size([3])}, torch.ones(3, 3, dtype=torch.float64))
+    for method in (flat_direction.logdet, flat_direction.sample):
+        with pytest.raises(SingularError, match="2 of 3 directions"):
+            method()
+    found = flat_direction.solve({"b": torch.ones(3, dtype=torch.float64)})["b"]
+    torch.testing.assert_close(found, torch.full((3,), 1 / 3, dtype=torch.float64))
+
+
+def test_values_that_are_no_precision_are_refused():
+    with pytest.raises(ArgumentError, match=r"1 in `w`.*clamped"):
+        Diagonal({"w": torch.tensor([1.0, -1.0])})
+    with pytest.raises(ArgumentError, match="`w` has values that are not finite"):
+        Diagonal({"w": torch.tensor([1.0, torch.nan])})
+    with pytest.raises(ArgumentError, match="symmetric"):
+        Dense({"b": torch.Size([2])}, torch.tensor([[1.0, 2.0], [0.0, 1.0]]))
+    with pytest.raises(ArgumentError, match="2×2"):
+        Dense({"b": torch.Size([2])}, torch.eye(3))
+    with pytest.raises(ArgumentError, match="floating"):
+        Diagonal({"w": torch.tensor([1, 2])})
+    for factor in (-1.0, float("nan"), float("inf")):
+        with pytest.raises(ArgumentError, match="scaled by a finite number"):
+            factor * diagonal(1)
+    with pytest.raises(TypeError):
+        diagonal(1) + 1
+
+
+def test_sums_that_make_no_sense_are_refused():
+    with pytest.raises(MismatchError, match=r"`w` has shape \(3, 2\).*expanded"):
+        diagonal(1) + Diagonal({"w": torch.ones(4, 2)})
+    per_token = Diagonal({"w": torch.ones(3, 2)}, source("text", 100, "token"))
+    with pytest.raises(MismatchError, match="counts examples and the other tokens"):
+        diagonal(1) + per_token
+
+
+def test_a_dense_sum_too_large_is_refused_with_its_size():
+    wide = Diagonal({"w": torch.ones(200_000)})
+    with pytest.raises(ArgumentError, match=r"200,000 entries would take 149\.0 GiB"):
+        wide.dense()
+
+
+def test_the_same_evidence_twice_is_one_source_with_twice_the_data():
+    twice = diagonal(1, label="task") + diagonal(1, label="task")
+    assert [(s.id, s.num_data) for s in twice.sources] == [("task", 20.0)]

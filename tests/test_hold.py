@@ -1,0 +1,440 @@
+import copy
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+import holdfast
+from cases import relu_mlp
+from oracles import flat
+
+N = 24  # the new data
+STRENGTH = 1.7
+
+
+def start(structure=holdfast.diagonal_fisher):
+    """A model at its old optimum with its posterior, and new data."""
+    torch.manual_seed(0)
+    model = relu_mlp().double()
+    old = (torch.randn(40, 5, dtype=torch.float64), torch.randint(0, 3, (40,)))
+    posterior = holdfast.consolidate(holdfast.prior(model), model, structure(model, [old], holdfast.categorical))
+    return model, posterior, torch.randn(N, 5, dtype=torch.float64) + 1, torch.randint(0, 3, (N,))
+
+
+def weights(model):
+    return flat({name: p.detach() for name, p in model.named_parameters()})
+
+
+def loop(optimizer, model, x, y, *, accumulate=1, closure=False, term=None, steps=6):
+    """Train as users do. With `term`, the penalty is part of the loss, which is what a hold must equal."""
+
+    def backward():
+        optimizer.zero_grad()
+        for xs, ys in zip(x.chunk(accumulate), y.chunk(accumulate), strict=True):
+            (holdfast.categorical.nll(model(xs), ys).mean() / accumulate).backward()
+        loss = holdfast.categorical.nll(model(x), y).mean().detach()
+        if term is not None:
+            extra = STRENGTH * holdfast.penalty(model, term) / N
+            extra.backward()
+            loss = loss + extra.detach()
+        return loss
+
+    for _ in range(steps):
+        if closure:
+            optimizer.step(backward)
+        else:
+            backward()
+            optimizer.step()
+
+
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.02),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.02, weight_decay=0.0),
+    "adamw-foreach": lambda p: torch.optim.AdamW(p, lr=0.02, weight_decay=0.0, foreach=True),
+    "adam-fused": lambda p: torch.optim.Adam(p, lr=0.02, fused=True),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01),
+}
+
+
+@pytest.mark.parametrize("structure", [holdfast.diagonal_fisher, holdfast.dense_fisher], ids=["diagonal", "dense"])
+@pytest.mark.parametrize(("make", "accumulate", "closure"), [
+    *itertools.product(OPTIMIZERS, (1, 4), (False, True)),
+], ids=str)  # fmt: skip
+def test_the_hook_equals_the_loss_term(structure, make, accumulate, closure):
+    ends = []
+    for held in (True, False):
+        model, posterior, x, y = start(structure)
+        optimizer = OPTIMIZERS[make](model.parameters())
+        if held:
+            with holdfast.hold(optimizer, model, posterior, num_data=N, strength=STRENGTH) as handle:
+                loop(optimizer, model, x, y, accumulate=accumulate, closure=closure)
+                assert handle.penalty > 1e-6
+        else:
+            loop(optimizer, model, x, y, accumulate=accumulate, closure=closure, term=posterior)
+        ends.append(weights(model))
+    torch.testing.assert_close(ends[0], ends[1], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("search", [None, "strong_wolfe"])
+def test_lbfgs_sees_the_whole_objective(search):
+    ends = []
+    for held in (True, False):
+        model, posterior, x, y = start()
+        optimizer = torch.optim.LBFGS(model.parameters(), lr=0.3, max_iter=8, line_search_fn=search)
+        if held:
+            with holdfast.hold(optimizer, model, posterior, num_data=N, strength=STRENGTH):
+                loop(optimizer, model, x, y, closure=True, steps=3)
+        else:
+            loop(optimizer, model, x, y, closure=True, steps=3, term=posterior)
+        ends.append(weights(model))
+    torch.testing.assert_close(ends[0], ends[1], rtol=0, atol=1e-12)
+
+
+def test_a_closure_may_be_given_by_name_and_return_a_number_or_nothing():
+    for value in (1.25, None):
+        model, posterior, x, y = start()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with torch.no_grad():
+            model[0].weight += 0.1
+        with holdfast.hold(optimizer, model, posterior, num_data=N) as handle:
+
+            def closure(model=model, optimizer=optimizer, x=x, y=y, value=value):
+                optimizer.zero_grad()
+                holdfast.categorical.nll(model(x), y).mean().backward()
+                return value
+
+            before = handle.penalty / N
+            returned = optimizer.step(closure=closure)
+        assert returned is None if value is None else returned == pytest.approx(1.25 + before)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_gradient_scaling_does_not_scale_the_penalty(fused):
+    """Fused kernels divide by the scale themselves; the others get gradients that were already divided."""
+    ends = []
+    for scaled in (True, False):
+        model, posterior, x, y = start()
+        model, posterior, x = model.float(), posterior.to(dtype=torch.float32), x.float()
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.02, fused=fused)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=scaled)
+        with holdfast.hold(optimizer, model, posterior, num_data=N, strength=50.0):
+            for step in range(8):
+                optimizer.zero_grad()
+                loss = holdfast.categorical.nll(model(x), y).mean()
+                scaler.scale(loss).backward()
+                if step % 2:
+                    scaler.unscale_(optimizer)
+                    nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+                scaler.step(optimizer)
+                scaler.update()
+        ends.append(weights(model))
+    torch.testing.assert_close(ends[0], ends[1], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_step_that_the_scaler_skips_moves_nothing_and_is_no_error(fused):
+    model, posterior, x, y = start()
+    model, posterior, x = model.float(), posterior.to(dtype=torch.float32), x.float()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.02, fused=fused)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    with torch.no_grad():
+        model[0].weight += 0.1
+    with holdfast.hold(optimizer, model, posterior, num_data=N):
+        for bad in (True, True, True, True, False):
+            optimizer.zero_grad()
+            scaler.scale(holdfast.categorical.nll(model(x), y).mean()).backward()
+            if bad:
+                model[0].bias.grad[0] = torch.inf
+            before = weights(model)
+            scaler.step(optimizer)
+            scaler.update()
+            assert torch.equal(weights(model), before) == bad
+
+
+def test_clipping_leaves_the_penalty_whole():
+    """The pull is added after clipping: with the data's gradient clipped to nothing, only the pull remains."""
+    model, posterior, x, y = start()
+    with torch.no_grad():
+        model[0].weight += 0.1
+    expected = model[0].weight - 0.5 * STRENGTH / N * holdfast.penalty_gradient(model, posterior)["0.weight"]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    with holdfast.hold(optimizer, model, posterior, num_data=N, strength=STRENGTH):
+        holdfast.categorical.nll(model(x), y).mean().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1e-20)
+        optimizer.step()
+    torch.testing.assert_close(model[0].weight, expected, rtol=0, atol=1e-15)
+
+
+def test_several_optimizers_share_one_hold():
+    ends = []
+    for held in (True, False):
+        model, posterior, x, y = start()
+        pair = [torch.optim.SGD(model[:2].parameters(), lr=0.1), torch.optim.Adam(model[2:].parameters(), lr=0.01)]
+        handle = holdfast.hold(pair, model, posterior, num_data=N, strength=STRENGTH) if held else None
+        for _ in range(5):
+            for optimizer in pair:
+                optimizer.zero_grad()
+            loss = holdfast.categorical.nll(model(x), y).mean()
+            (loss if held else loss + STRENGTH * holdfast.penalty(model, posterior) / N).backward()
+            for optimizer in pair:
+                optimizer.step()
+        if handle is not None:
+            handle.remove()
+        ends.append(weights(model))
+    torch.testing.assert_close(ends[0], ends[1], rtol=0, atol=1e-12)
+
+
+def test_several_posteriors_add_up():
+    model, posterior, x, y = start()
+    towards_zero = holdfast.prior(model, precision=2.0, mean=0.0)
+    with torch.no_grad():
+        model[0].weight += 0.1
+    both = holdfast.penalty(model, posterior) + holdfast.penalty(model, towards_zero)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with holdfast.hold(optimizer, model, [posterior, towards_zero], num_data=N) as handle:
+        assert handle.penalty == pytest.approx(both.item())
+        loop(optimizer, model, x, y)
+
+
+def test_a_parameter_the_data_does_not_touch_is_pulled_too():
+    model, posterior, _, _ = start()
+    with torch.no_grad():
+        model[0].weight += 0.1
+    expected = model[0].weight - 0.1 * holdfast.penalty_gradient(model, posterior)["0.weight"] / N
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with holdfast.hold(optimizer, model, posterior, num_data=N):
+        optimizer.step()  # no backward at all
+    torch.testing.assert_close(model[0].weight, expected, rtol=0, atol=1e-15)
+
+
+def test_sparse_gradients_are_held():
+    table = nn.Embedding(6, 2, sparse=True).double()
+    posterior = holdfast.prior(table, precision=4.0)
+    with torch.no_grad():
+        table.weight += 1
+    optimizer = torch.optim.SGD(table.parameters(), lr=0.1)
+    with holdfast.hold(optimizer, table, posterior, num_data=8):
+        (table(torch.tensor([1, 1])) * 0).sum().backward()
+        optimizer.step()
+    torch.testing.assert_close(table.weight, posterior.mean["weight"] + 1 - 0.1 * 4 / 8, rtol=0, atol=1e-12)
+
+
+def test_a_posterior_over_less_than_the_model_leaves_the_rest_free():
+    model, posterior, x, y = start()
+    grown = nn.ModuleDict({str(i): layer for i, layer in enumerate(model)} | {"extra": nn.Linear(3, 3).double()})
+    optimizer = torch.optim.SGD(grown.parameters(), lr=0.1)
+    with holdfast.hold(optimizer, grown, posterior, num_data=N) as handle:
+        holdfast.categorical.nll(grown["extra"](model(x)), y).mean().backward()
+        free = grown["extra"].weight - 0.1 * grown["extra"].weight.grad
+        optimizer.step()
+    torch.testing.assert_close(grown["extra"].weight, free)
+    assert handle.metrics()["holdfast/held_parameters"] == sum(v.numel() for v in posterior.mean.values())
+
+
+def test_wrapped_models_and_optimizers_are_held():
+    class Accelerated(torch.optim.Optimizer):
+        """As a trainer's wrapper: an Optimizer without hooks of its own."""
+
+        def __init__(self, optimizer):
+            self.optimizer = optimizer
+
+        def step(self, closure=None):
+            return self.optimizer.step(closure)
+
+        def zero_grad(self, set_to_none=True):
+            self.optimizer.zero_grad(set_to_none)
+
+    ends = []
+    for wrap in (False, True):
+        model, posterior, x, y = start()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        outer = Accelerated(optimizer) if wrap else optimizer
+        seen = nn.DataParallel(model) if wrap else model
+        with holdfast.hold(outer, seen, posterior, num_data=N, strength=STRENGTH):
+            loop(outer, model, x, y)
+        ends.append(weights(model))
+    assert torch.equal(ends[0], ends[1])
+
+
+class TestTheHandle:
+    def test_letting_go_ends_the_pull(self):
+        model, posterior, x, y = start()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        handle = holdfast.hold(optimizer, model, posterior, num_data=N, strength=100.0)
+        loop(optimizer, model, x, y, steps=2)
+        handle.remove()
+        handle.remove()  # twice is harmless
+        twin = copy.deepcopy(model)
+        loop(optimizer, model, x, y, steps=1)
+        loop(torch.optim.SGD(twin.parameters(), lr=0.1), twin, x, y, steps=1)
+        assert torch.equal(weights(model), weights(twin))
+        assert handle.steps == 2
+
+    def test_its_numbers(self):
+        model, posterior, x, y = start()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with holdfast.hold(optimizer, model, posterior, num_data=N, strength=STRENGTH) as handle:
+            loop(optimizer, model, x, y, steps=3)
+        value = holdfast.penalty(model, posterior).item()
+        assert handle.penalty == pytest.approx(value)
+        assert handle.metrics() == pytest.approx({
+            "holdfast/penalty": value, "holdfast/loss": STRENGTH * value / N, "holdfast/rise": value / 40,
+            "holdfast/strength": STRENGTH, "holdfast/steps": 3.0, "holdfast/held_parameters": 79.0,
+        })  # fmt: skip
+
+    def test_the_strength_can_change_while_training(self):
+        model, posterior, _, _ = start()
+        with torch.no_grad():
+            model[0].weight += 0.1
+        pull = holdfast.penalty_gradient(model, posterior)["0.weight"]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with holdfast.hold(optimizer, model, posterior, num_data=N) as handle:
+            handle.strength = 3.0
+            before = model[0].weight.detach().clone()
+            optimizer.step()
+            torch.testing.assert_close(model[0].weight, before - 0.1 * 3 * pull / N)
+            with pytest.raises(holdfast.ArgumentError, match="finite number ≥ 0"):
+                handle.strength = -1.0
+
+    def test_a_flat_posterior_holds_nothing_and_says_so(self):
+        """The first task of the shortest program."""
+        ends = []
+        for held in (True, False):
+            model, _, x, y = start()
+            optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+            if held:
+                with holdfast.hold(optimizer, model, holdfast.prior(model), num_data=N) as handle:
+                    loop(optimizer, model, x, y)
+                assert handle.penalty == 0
+                assert handle.metrics()["holdfast/held_parameters"] == 0
+            else:
+                loop(optimizer, model, x, y)
+            ends.append(weights(model))
+        assert torch.equal(ends[0], ends[1])
+
+    def test_an_error_in_the_loop_is_the_one_seen_and_the_optimizer_is_free_again(self):
+        model, posterior, _, _ = start()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with pytest.raises(KeyError), holdfast.hold(optimizer, model, posterior, num_data=N):
+            raise KeyError
+        holdfast.hold(optimizer, model, posterior, num_data=N)
+
+
+class TestTheGuard:
+    def test_no_step_at_all_is_an_error(self):
+        model, posterior, x, y = start()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        stray = copy.deepcopy(optimizer)
+        with (
+            pytest.raises(holdfast.InertError, match="never made a step"),
+            holdfast.hold(optimizer, model, posterior, num_data=N),
+        ):
+            loop(stray, model, x, y)  # a copy has no hooks
+
+    def test_no_parameter_in_common_is_an_error(self):
+        _, posterior, _, _ = start()
+        other = nn.Linear(2, 2)
+        with pytest.raises(holdfast.InertError, match="no parameter of the memory is in this model"):
+            holdfast.hold(torch.optim.SGD(other.parameters(), lr=0.1), other, posterior, num_data=N)
+
+    def test_a_held_parameter_in_no_optimizer_is_an_error(self):
+        model, posterior, _, _ = start()
+        with pytest.raises(holdfast.InertError, match=r"`0.weight` is held.*2 such.*as a list"):
+            holdfast.hold(torch.optim.SGD(model[2:].parameters(), lr=0.1), model, posterior, num_data=N)
+        foreign = torch.optim.SGD(copy.deepcopy(model).parameters(), lr=0.1)
+        with pytest.raises(holdfast.InertError, match="none of the model's"):
+            holdfast.hold(foreign, model, posterior, num_data=N)
+
+    def test_frozen_parameters_need_no_optimizer_unless_all_are(self):
+        model, posterior, x, y = start()
+        model[0].requires_grad_(False)
+        optimizer = torch.optim.SGD(model[2:].parameters(), lr=0.1)
+        with holdfast.hold(optimizer, model, posterior, num_data=N):
+            loop(optimizer, model, x, y)
+        model.requires_grad_(False)
+        with pytest.raises(holdfast.InertError, match="every held parameter is frozen"):
+            holdfast.hold(optimizer, model, posterior, num_data=N)
+
+    def test_a_parameter_replaced_after_the_hold_is_an_error_at_the_step(self):
+        model, posterior, x, y = start()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with (
+            pytest.raises(holdfast.InertError, match=r"`0.weight` is held"),
+            holdfast.hold(optimizer, model, posterior, num_data=N),
+        ):
+            model[0] = nn.Linear(5, 6).double()
+            loop(optimizer, model, x, y)
+
+    def test_an_optimizer_that_moves_nothing_is_an_error(self):
+        class Deaf(torch.optim.SGD):
+            def step(self, closure=None):
+                pass
+
+        model, posterior, x, y = start()
+        with torch.no_grad():
+            model[0].weight += 0.1
+        deaf = Deaf(model.parameters(), lr=0.1)
+        with (
+            pytest.raises(holdfast.InertError, match="steps of Deaf left"),
+            holdfast.hold(deaf, model, posterior, num_data=N),
+        ):
+            loop(deaf, model, x, y)
+
+    def test_a_warm_up_from_zero_is_not(self):
+        model, posterior, x, y = start()
+        with torch.no_grad():
+            model[0].weight += 0.1
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        with holdfast.hold(optimizer, model, posterior, num_data=N):
+            loop(optimizer, model, x, y)
+
+    def test_weight_decay_on_held_parameters_is_warned_of(self):
+        model, posterior, x, y = start()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.01)
+        with pytest.warns(holdfast.HoldfastWarning, match="weight decay 0.01 acts on 6 held parameters"):
+            handle = holdfast.hold(optimizer, model, posterior, num_data=N)
+        loop(optimizer, model, x, y)
+        handle.remove()
+        holdfast.hold(optimizer, model, holdfast.prior(model), num_data=N).remove()  # nothing held, nothing to warn of
+
+    def test_a_second_hold_is_refused(self):
+        model, posterior, _, _ = start()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        holdfast.hold(optimizer, model, posterior, num_data=N)
+        with pytest.raises(holdfast.ArgumentError, match="already held"):
+            holdfast.hold(optimizer, model, posterior, num_data=N)
+
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            ({"num_data": 0}, "num_data.*positive, got 0"),
+            ({"num_data": -5}, "num_data.*positive, got -5"),
+            ({"num_data": float("nan")}, "num_data"),
+            ({"strength": -0.5}, "strength must be a finite number ≥ 0, got -0.5"),
+            ({"strength": float("inf")}, "strength"),
+        ],
+    )
+    def test_numbers_out_of_range_are_refused(self, change, message):
+        model, posterior, _, _ = start()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with pytest.raises(holdfast.ArgumentError, match=message):
+            holdfast.hold(optimizer, model, posterior, **{"num_data": N, **change})
+
+    def test_things_of_the_wrong_kind_are_refused(self):
+        model, posterior, _, _ = start()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with pytest.raises(holdfast.ArgumentError, match="a Posterior, a Memory or a term"):
+            holdfast.hold(optimizer, model, posterior.precision, num_data=N)
+        with pytest.raises(holdfast.ArgumentError, match=r"torch\.optim\.Optimizer"):
+            holdfast.hold("adam", model, posterior, num_data=N)
+        with pytest.raises(holdfast.ArgumentError, match="at least one"):
+            holdfast.hold([], model, posterior, num_data=N)
+
+    def test_tokens_and_examples_are_not_mixed(self):
+        model, posterior, _, _ = start()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with pytest.raises(holdfast.MismatchError, match="counts examples, and num_data=24 is said to count tokens"):
+            holdfast.hold(optimizer, model, posterior, num_data=N, unit="token")

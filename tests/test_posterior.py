@@ -1,0 +1,316 @@
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import holdfast
+from cases import CASES, Tied, relu_mlp
+from oracles import flat
+
+CASE = CASES[0]
+
+
+def fisher(model, seed=0, n=12, structure=holdfast.diagonal_fisher):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(n, 5, generator=generator, dtype=torch.float64)
+    return structure(model, [(x, torch.randint(0, 3, (n,), generator=generator))], holdfast.categorical)
+
+
+def trained(seed, posterior=None, structure=holdfast.diagonal_fisher):
+    """A posterior made at random weights of its own."""
+    torch.manual_seed(seed)
+    model = relu_mlp().double()
+    return holdfast.consolidate(posterior or holdfast.prior(model), model, fisher(model, seed, structure=structure))
+
+
+class TestPrior:
+    def test_a_flat_prior_is_centred_at_the_model_and_knows_nothing(self):
+        model = CASE.model()
+        prior = holdfast.prior(model)
+        assert (prior.num_data, prior.unit, prior.sources, prior.precision.shapes) == (0, "", (), {})
+        assert all(torch.equal(prior.mean[name], p) for name, p in model.named_parameters())
+        assert prior.precision.is_zero()
+        assert float(holdfast.penalty(model, prior).detach()) == 0
+
+    def test_l2_towards_the_model_a_number_or_a_given_mean(self):
+        model = CASE.model()
+        given = {name: torch.full_like(p, 2.0) for name, p in model.named_parameters()}
+        for mean, centre in [(None, flat(dict(model.named_parameters()))), (0.5, 0.5), (given, 2.0)]:
+            prior = holdfast.prior(model, precision=3.0, mean=mean)
+            torch.testing.assert_close(flat(prior.mean), torch.zeros_like(flat(prior.mean)) + centre)
+            delta = flat(dict(model.named_parameters())) - centre
+            torch.testing.assert_close(holdfast.penalty(model, prior), 1.5 * delta.square().sum())
+
+    def test_a_prior_takes_no_memory_until_something_is_added(self):
+        entries = holdfast.prior(nn.Linear(1000, 1000), precision=1.0).precision.diagonal()["weight"]
+        assert entries.untyped_storage().nbytes() == 4
+
+    @pytest.mark.parametrize("precision", [-1.0, float("nan"), float("inf")])
+    def test_bad_precisions_are_refused(self, precision):
+        with pytest.raises(holdfast.ArgumentError, match="finite number ≥ 0"):
+            holdfast.prior(CASE.model(), precision=precision)
+
+    def test_a_mean_of_another_model_is_refused(self):
+        with pytest.raises(holdfast.MismatchError, match=r"`0.weight`.*mean given lacks"):
+            holdfast.prior(CASE.model(), mean={"w": torch.zeros(1)})
+
+    def test_half_precision_models_are_kept_in_float32(self):
+        model = nn.Linear(2, 2).bfloat16()
+        assert {value.dtype for value in holdfast.prior(model).mean.values()} == {torch.float32}
+
+
+class TestConsolidate:
+    def test_it_moves_the_mean_and_adds_the_precision_and_leaves_the_old_value_alone(self):
+        model = CASE.model()
+        first = holdfast.consolidate(holdfast.prior(model, precision=0.5), model, fisher(model, 1))
+        before = copy.deepcopy(first.mean), copy.deepcopy(first.precision.diagonal())
+        with torch.no_grad():
+            model[0].weight += 1
+        second = holdfast.consolidate(first, model, 2 * fisher(model, 2), decay=0.5)
+        expected = 0.5 * flat(first.precision.diagonal()) + 2 * flat(fisher(model, 2).entries)
+        torch.testing.assert_close(flat(second.precision.diagonal()), expected)
+        assert torch.equal(second.mean["0.weight"], model[0].weight)
+        assert all(torch.equal(first.mean[name], before[0][name]) for name in before[0])
+        assert torch.equal(flat(first.precision.diagonal()), flat(before[1]))
+        assert second.num_data == pytest.approx(0.5 * 12 + 2 * 12)
+        assert second.parents == (first.id,)
+
+    def test_in_place_gives_the_same_numbers_in_the_same_memory(self):
+        for start in (0.0, 0.5):
+            model = CASE.model()
+            plain = in_place = holdfast.prior(model, precision=start)
+            for seed in range(3):
+                with torch.no_grad():
+                    model[0].weight += 1
+                plain = holdfast.consolidate(plain, model, fisher(model, seed), decay=0.7)
+                where = {name: value.data_ptr() for name, value in in_place.mean.items()}
+                in_place = holdfast.consolidate_(in_place, model, fisher(model, seed), decay=0.7)
+                assert {name: value.data_ptr() for name, value in in_place.mean.items()} == where
+            torch.testing.assert_close(flat(in_place.mean), flat(plain.mean))
+            torch.testing.assert_close(flat(in_place.precision.diagonal()), flat(plain.precision.diagonal()))
+            assert in_place.num_data == pytest.approx(plain.num_data)
+
+    def test_in_place_refuses_other_structures_and_changes_nothing(self):
+        model = CASE.model()
+        posterior = holdfast.consolidate(holdfast.prior(model), model, fisher(model))
+        before = posterior.id
+        with pytest.raises(holdfast.MismatchError, match="Dense"):
+            holdfast.consolidate_(posterior, model, fisher(model, structure=holdfast.dense_fisher))
+        assert posterior.id == before
+
+    def test_a_fisher_taken_at_other_weights_is_refused(self):
+        model = CASE.model()
+        stale = fisher(model)
+        with torch.no_grad():
+            model[2].bias[1] += 1e-6
+        with pytest.raises(holdfast.MismatchError, match=r"other weights.*`2.bias`"):
+            holdfast.consolidate(holdfast.prior(model), model, stale)
+
+    def test_a_new_head_joins_the_posterior(self):
+        body = relu_mlp().double()
+        first = holdfast.consolidate(holdfast.prior(body), body, fisher(body))
+        grown = nn.ModuleDict({"extra": nn.Linear(3, 3)}).double()
+        for index, layer in enumerate(body):
+            grown.add_module(str(index), layer)
+        data = [(torch.randn(6, 5, dtype=torch.float64), torch.randint(0, 3, (6,)))]
+        more = holdfast.diagonal_fisher(
+            grown, data, holdfast.categorical, forward=lambda model, batch: model["extra"](body(batch[0]))
+        )
+        second = holdfast.consolidate(first, grown, more)
+        assert set(second.mean) == {*first.mean, "extra.weight", "extra.bias"}
+        torch.testing.assert_close(second.precision.diagonal()["extra.bias"], more.entries["extra.bias"])
+
+    @pytest.mark.parametrize("decay", [-0.1, 1.1, float("nan")])
+    def test_bad_decay_is_refused(self, decay):
+        model = CASE.model()
+        with pytest.raises(holdfast.ArgumentError, match="between 0 and 1"):
+            holdfast.consolidate(holdfast.prior(model), model, fisher(model), decay=decay)
+
+    def test_another_models_posterior_is_refused_with_the_names(self):
+        other = nn.Sequential(nn.Linear(5, 6), nn.ReLU(), nn.Linear(6, 3)).double()
+        with pytest.raises(holdfast.MismatchError, match=r"`4.weight`.*lacks.*`2.weight` has shape"):
+            holdfast.consolidate(trained(0), other, fisher(other))
+
+    def test_one_dataset_seen_by_two_structures_counts_once(self):
+        model = CASE.model()
+        for parameter in model[4].parameters():
+            parameter.requires_grad_(False)
+        body = fisher(model)
+        for parameter in model.parameters():
+            parameter.requires_grad_(not parameter.requires_grad)
+        head = fisher(model, structure=holdfast.dense_fisher)
+        for parameter in model.parameters():
+            parameter.requires_grad_(True)
+        mixed = holdfast.consolidate(holdfast.prior(model), model, head + body)
+        assert mixed.num_data == 12
+        torch.testing.assert_close(mixed.precision.diagonal()["0.weight"], body.entries["0.weight"])
+        assert (body + body).num_data == 24
+
+
+class TestMerge:
+    @pytest.mark.parametrize("structure", [holdfast.diagonal_fisher, holdfast.dense_fisher])
+    def test_two_children_of_one_posterior_count_it_once(self, structure):
+        """p(θ|base,A) p(θ|base,B) / p(θ|base), against natural parameters written out."""
+        base = trained(0, structure=structure)
+        a, b = trained(1, base, structure), trained(2, base, structure)
+        with pytest.raises(holdfast.MismatchError, match=r"categorical, 12 examples.*base="):
+            holdfast.merge(a, b)
+        merged = holdfast.merge(a, b, base=base)
+        matrix = a.precision.dense() + b.precision.dense() - base.precision.dense()
+        torch.testing.assert_close(merged.precision.dense(), matrix)
+        natural = sum(sign * part.precision.dense() @ flat(part.mean) for sign, part in [(1, a), (1, b), (-1, base)])
+        torch.testing.assert_close(matrix @ flat(merged.mean), natural, rtol=1e-6, atol=1e-6)
+        assert merged.num_data == 36
+        assert merged.parents == (a.id, b.id)
+
+    def test_a_proper_prior_shared_by_two_children_is_a_base_too(self):
+        model = CASE.model()
+        prior = holdfast.prior(model, precision=0.3)
+        a, b = trained(1, prior), trained(2, prior)
+        with pytest.raises(holdfast.MismatchError, match=r"prior\(precision=0.3\)"):
+            holdfast.merge(a, b)
+        counted_once = holdfast.merge(a, b, base=prior).precision.diagonal()
+        expected = flat(a.precision.diagonal()) + flat(b.precision.diagonal()) - 0.3
+        torch.testing.assert_close(flat(counted_once), expected)
+
+    def test_a_base_that_was_decayed_since_or_is_not_one_is_refused(self):
+        base = trained(0)
+        torch.manual_seed(1)
+        model = relu_mlp().double()
+        decayed = holdfast.consolidate(base, model, fisher(model, 1), decay=0.5)
+        with pytest.raises(holdfast.MismatchError, match="decayed or rescaled"):
+            holdfast.merge(decayed, trained(2, base), base=base)
+        prior = holdfast.prior(CASE.model(), precision=1.0)
+        halved = holdfast.consolidate(prior, model, fisher(model, 1), decay=0.5)
+        with pytest.raises(holdfast.MismatchError, match="decayed or rescaled"):
+            holdfast.merge(halved, trained(2, prior), base=prior)
+        with pytest.raises(holdfast.MismatchError, match="is not in"):
+            holdfast.merge(trained(3), trained(4), base=base)
+
+    def test_the_same_posterior_twice_is_refused(self):
+        with pytest.raises(holdfast.MismatchError, match="count twice"):
+            holdfast.merge(trained(0), trained(0))
+
+    def test_different_coverage_is_united(self):
+        whole, model = trained(0), CASE.model()
+        head = {name: p.detach() for name, p in model.named_parameters() if name.startswith("4")}
+        part = holdfast.Posterior(head, holdfast.Diagonal({name: torch.ones_like(p) for name, p in head.items()}))
+        merged = holdfast.merge(whole, part)
+        torch.testing.assert_close(merged.mean["0.weight"], whole.mean["0.weight"])
+        old = whole.precision.diagonal()["4.bias"]
+        mean = (old * whole.mean["4.bias"] + head["4.bias"]) / (old + 1)
+        torch.testing.assert_close(merged.mean["4.bias"], mean)
+
+    def test_one_posterior_or_shapes_that_differ_are_refused(self):
+        with pytest.raises(holdfast.ArgumentError, match="at least two"):
+            holdfast.merge(trained(0))
+        other = nn.Sequential(nn.Linear(7, 6)).double()
+        with pytest.raises(holdfast.MismatchError, match=r"`0.weight` has shape"):
+            holdfast.merge(trained(0), holdfast.prior(other, precision=1.0))
+
+    def test_memory_does_not_grow_with_tasks(self):
+        merged = trained(0)
+        size = sum(t.numel() for t in (*merged.mean.values(), *merged.precision.tensors.values()))
+        for seed in range(1, 10):
+            merged = holdfast.merge(merged, trained(seed))
+        assert sum(t.numel() for t in (*merged.mean.values(), *merged.precision.tensors.values())) == size
+        assert merged.num_data == 120
+
+    def test_restoring_the_merged_mean_into_a_model(self):
+        merged, model = holdfast.merge(trained(0), trained(1)), CASE.model()
+        holdfast.restore_(nn.DataParallel(model), merged)
+        torch.testing.assert_close(flat(dict(model.named_parameters())), flat(merged.mean))
+
+
+class TestExpanded:
+    @pytest.mark.parametrize("structure", [holdfast.diagonal_fisher, holdfast.dense_fisher])
+    def test_a_grown_head_is_free_in_its_new_entries(self, structure):
+        model = CASE.model()
+        posterior = holdfast.consolidate(holdfast.prior(model), model, fisher(model, structure=structure))
+        wide = relu_mlp().double()
+        wide[4] = nn.Linear(4, 5).double()
+        with torch.no_grad():
+            for name, parameter in wide.named_parameters():
+                parameter[tuple(slice(size) for size in posterior.mean[name].shape)] = posterior.mean[name] + 0.1
+        with pytest.raises(holdfast.MismatchError, match=r"`4.weight` has shape \(5, 4\).*\(3, 4\).*expanded"):
+            holdfast.penalty(wide, posterior)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter += 0.1
+        expanded = posterior.expanded(wide)
+        torch.testing.assert_close(holdfast.penalty(wide, expanded), holdfast.penalty(model, posterior))
+        assert torch.equal(expanded.mean["4.weight"][3:], wide[4].weight[3:])
+        gradient = holdfast.penalty_gradient(wide, expanded)
+        assert gradient["4.weight"][3:].abs().max() == 0
+        assert gradient["4.weight"][:3].abs().max() > 0
+
+    def test_a_shrunk_layer_is_refused(self):
+        small = relu_mlp().double()
+        small[4] = nn.Linear(4, 2).double()
+        with pytest.raises(holdfast.MismatchError, match=r"`4.weight` has shape \(2, 4\)"):
+            trained(0).expanded(small)
+
+    def test_a_grown_vocabulary_stays_tied(self):
+        model = Tied()
+        posterior = holdfast.prior(model, precision=1.0)
+        assert posterior.ties == {"embed.weight": ("head.weight",)}
+        expanded = posterior.expanded(Tied(vocabulary=11))
+        assert expanded.mean["embed.weight"].shape == (11, 6)
+        assert expanded.precision.diagonal()["embed.weight"][9:].sum() == 0
+        untied = Tied()
+        untied.head = nn.Linear(6, 9, bias=False)
+        with pytest.raises(holdfast.MismatchError, match=r"`embed.weight` and `head.weight` were one parameter"):
+            holdfast.penalty(untied, posterior)
+
+
+class TestDensity:
+    def test_a_flat_direction_has_no_density(self):
+        model = CASE.model()
+        with pytest.raises(holdfast.MismatchError, match="says nothing about"):
+            holdfast.prior(model).log_prob(model)
+        dead = holdfast.Posterior({"w": torch.zeros(3)}, holdfast.Diagonal({"w": torch.tensor([1.0, 0.0, 2.0])}))
+        with pytest.raises(holdfast.SingularError, match=r"1 entries of `w`"):
+            dead.log_prob({"w": torch.ones(3)})
+
+    def test_samples_scatter_around_the_mean(self):
+        posterior = holdfast.Posterior(
+            {"w": torch.full((2000,), 3.0)}, holdfast.Diagonal({"w": torch.full((2000,), 4.0)})
+        )
+        drawn = posterior.sample(torch.Generator().manual_seed(0))["w"]
+        assert abs(float(drawn.mean()) - 3) < 4 * 0.5 / 2000**0.5
+        assert float(drawn.std()) == pytest.approx(0.5, rel=0.1)
+
+    @pytest.mark.parametrize(
+        ("mean", "message"),
+        [({}, "at least one"), ({"w": torch.tensor([torch.nan])}, "not finite"), ({"v": torch.zeros(1)}, "lacks")],
+    )
+    def test_values_that_are_no_posterior_are_refused(self, mean, message):
+        with pytest.raises((holdfast.ArgumentError, holdfast.MismatchError), match=message):
+            holdfast.Posterior(mean, holdfast.Diagonal({"w": torch.ones(1)}))
+
+
+class TestMemory:
+    def test_it_is_taken_wherever_a_posterior_is_and_stays_a_memory(self):
+        case = next(case for case in CASES if case.name == "batchnorm-cnn")
+        model = case.model()
+        first = holdfast.diagonal_fisher(model, case.batches(), case.likelihood)
+        memory = holdfast.Memory.of(holdfast.consolidate(holdfast.prior(model), model, first), model)
+        model(torch.randn(8, 2, 5, 5, dtype=torch.float64))  # the statistics drift
+        assert not torch.equal(memory.buffers["1.running_mean"], model[1].running_mean)
+        later = holdfast.consolidate(
+            memory, model, holdfast.diagonal_fisher(model, case.batches((3,)), case.likelihood)
+        )
+        assert isinstance(later, holdfast.Memory)
+        assert torch.equal(later.buffers["1.running_mean"], model[1].running_mean)
+        assert (later.num_data, later.unit) == (10, "example")
+        torch.testing.assert_close(holdfast.penalty(model, later), holdfast.penalty(model, later.posterior))
+        assert isinstance(memory.expanded(model), holdfast.Memory)
+        holdfast.restore_(model, memory)
+        assert torch.equal(memory.buffers["1.running_mean"], model[1].running_mean)
+
+    def test_values_can_be_copied_and_sent_to_other_processes(self):
+        posterior = trained(0)
+        for twin in (copy.deepcopy(posterior), pickle.loads(pickle.dumps(posterior))):
+            assert twin.id == posterior.id
