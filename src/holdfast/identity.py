@@ -23,13 +23,16 @@ def bit_sum(tensor: Tensor) -> int:
 
 
 def fingerprints(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """A short identity of each tensor: its form, its bits, and where they are."""
+    """A short identity of each tensor: its form, its bits, and where they are.
+
+    Odd weights by place: an even one would push the highest bit, a float's sign, out of the sum.
+    """
     found = {}
     for name, tensor in tensors.items():
         bits = _integers(tensor).flatten()
-        places = torch.arange(1, min(_CHUNK, bits.numel()) + 1, device=bits.device)
+        places = 2 * torch.arange(min(_CHUNK, bits.numel()), device=bits.device) + 1
         sums = [
-            (chunk * places[: chunk.numel()]).sum() * index
+            (chunk * places[: chunk.numel()]).sum() * (2 * index - 1)
             for index, chunk in enumerate(torch.split(bits, _CHUNK), start=1)
         ]
         total = int(torch.stack(sums).sum()) if sums else 0

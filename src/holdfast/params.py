@@ -121,7 +121,9 @@ def buffers(model: nn.Module) -> dict[str, Tensor]:
         f"{prefix}{key}": buffer
         for prefix, path in _walk([model])
         for key, buffer in path[-1]._buffers.items()
-        if buffer is not None and key not in path[-1]._non_persistent_buffers_set
+        if buffer is not None
+        and key not in path[-1]._non_persistent_buffers_set
+        and not _transparent_children(type(path[-1]).__mro__)
     }
 
 

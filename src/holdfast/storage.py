@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import json
@@ -28,33 +29,39 @@ _KEY = "holdfast"
 def save(memory: Posterior | Memory, path: str | os.PathLike[str]) -> None:
     """Write a memory to `path`: to a temporary file beside it first, which then takes its name."""
     memory = memory if isinstance(memory, Memory) else Memory(as_posterior(memory))
-    tensors = {name: _apart(tensor) for name, tensor in _tensors(memory).items()}
-    description = _described(memory, tensors)
-    _rebuilt(json.loads(description), tensors)  # what could not be read again is not written
+    tensors = _apart(_tensors(memory))
+    facts = _facts(memory)
+    _rebuilt(facts, tensors)  # what could not be read again is not written
+    description = _canonical({**facts, "sha256": _checksum(facts, tensors)})
     target = Path(path)
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
     try:
         # Created here, so that the umask decides who may read it.
         os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
-        save_file(tensors, temporary, {_KEY: description})
+        mode = temporary.stat().st_mode
+        save_file(tensors, temporary, {_KEY: description})  # which may put a file of its own there
+        temporary.chmod(mode)
         _sync(temporary)
         os.replace(temporary, target)
-        _sync(target.parent)
     except (OSError, SafetensorError) as error:
         raise MemoryFileError(f"{target} could not be written: {error}.") from error
     finally:
         temporary.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # some file systems cannot; the file is in place all the same
+        _sync(target.parent)
 
 
 def load(path: str | os.PathLike[str], *, device: str | torch.device = "cpu") -> Memory:
     """Read a memory, checking its form, its checksum and its values; nothing in it is executed."""
     facts, _ = _opened(path)
     with safe_open(path, framework="pt", device="cpu") as file:
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    if _checksum(facts, tensors) != facts.get("sha256"):
-        raise MemoryFileError(f"{path} is damaged: its contents do not match their checksum. Use another copy.")
+        tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
     try:
+        if _checksum(facts, tensors) != facts.get("sha256"):
+            raise MemoryFileError(f"{path} is damaged: its contents do not match their checksum. Use another copy.")
         memory = _rebuilt(facts, tensors)
+    except MemoryFileError:
+        raise
     except (HoldfastError, KeyError, TypeError, ValueError, AttributeError, RecursionError, RuntimeError) as error:
         raise MemoryFileError(f"{path} is not a valid memory: {type(error).__name__}: {error}") from error
     return memory.to(device)
@@ -70,8 +77,9 @@ def _opened(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, lis
     """The description and the tensors' shapes, from the header alone."""
     try:
         with open(path, "rb") as start:
-            magic = start.read(2)
-        if magic == b"PK" or magic[:1] == b"\x80":
+            magic = start.read(9)
+        # A safetensors file starts with its header's length, in eight bytes that can be anything, and then "{".
+        if magic[8:] != b"{" and (magic[:2] == b"PK" or magic[:1] == b"\x80"):
             raise MemoryFileError(
                 f"{path} is a pickle or a zip archive (torch.save?). Memories are safetensors files, written by "
                 "holdfast.save; pickles can run code and are never opened."
@@ -88,7 +96,7 @@ def _opened(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, lis
     try:
         facts = dict(json.loads(metadata[_KEY]))
         version = int(facts["format"])
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError, OverflowError) as error:
         raise MemoryFileError(f"{path}: its description is not valid ({type(error).__name__}: {error}).") from error
     if version > FORMAT:
         raise MemoryFileError(
@@ -97,10 +105,10 @@ def _opened(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, lis
     return facts, shapes
 
 
-def _described(memory: Memory, tensors: Mapping[str, Tensor]) -> str:
-    """The one metadata entry, as canonical JSON: the same memory gives the same bytes."""
+def _facts(memory: Memory) -> dict[str, Any]:
+    """What a file says of the memory it holds, all of it derived from the memory."""
     posterior = memory.posterior
-    facts = {
+    return {
         "format": FORMAT,
         "precision": described(posterior.precision),
         "num_data": posterior.num_data,
@@ -112,8 +120,8 @@ def _described(memory: Memory, tensors: Mapping[str, Tensor]) -> str:
         "id": posterior.id,
         "ties": {name: list(more) for name, more in posterior.ties.items()},
         "model": _model(posterior),
+        "order": list(_tensors(memory)),
     }
-    return _canonical({**facts, "sha256": _checksum(facts, tensors)})
 
 
 def _tensors(memory: Memory) -> dict[str, Tensor]:
@@ -128,19 +136,22 @@ def _tensors(memory: Memory) -> dict[str, Tensor]:
 def _rebuilt(facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Memory:
     """The memory that `facts` and `tensors` describe; the values check themselves as they are made."""
     rooms: dict[str, dict[str, Tensor]] = {"mean": {}, "precision": {}, "buffers": {}}
-    for key, tensor in tensors.items():
+    if sorted(facts["order"]) != sorted(tensors):
+        raise ArgumentError("its tensors are not those it names.")
+    for key in facts["order"]:
         room, _, name = key.partition(".")
         if room not in rooms:
             raise ArgumentError(f"it has an unknown tensor `{key}`.")
-        rooms[room][name] = tensor
+        rooms[room][name] = tensors[key]
     precision = made(facts["precision"], rooms["precision"])
     if set(precision.tensors) != set(rooms["precision"]):
         raise ArgumentError("its tensors are not those of its precision.")
     ties = {str(name): tuple(str(other) for other in more) for name, more in facts["ties"].items()}
     posterior = Posterior(rooms["mean"], precision, ties, tuple(str(parent) for parent in facts["parents"]))
-    if facts["model"] != _model(posterior):
-        raise ArgumentError("its parameters are not those of the model it names.")
-    return Memory(posterior, rooms["buffers"])
+    memory = Memory(posterior, rooms["buffers"])
+    if _canonical(_facts(memory)) != _canonical(_unsigned(facts)):
+        raise ArgumentError("what it says of itself is not what it holds.")
+    return memory
 
 
 def _model(posterior: Posterior) -> str:
@@ -148,16 +159,18 @@ def _model(posterior: Posterior) -> str:
     return digest(json.dumps(sorted((name, list(value.shape)) for name, value in posterior.mean.items())))
 
 
+def _unsigned(facts: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in facts.items() if key != "sha256"}
+
+
 def _canonical(facts: Mapping[str, Any]) -> str:
+    """The one metadata entry: the same memory gives the same bytes."""
     return json.dumps(facts, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
 def _checksum(facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:
     """SHA-256 over the description and every tensor's own: safetensors does not notice a flipped bit."""
-    try:
-        total = hashlib.sha256(_canonical({key: value for key, value in facts.items() if key != "sha256"}).encode())
-    except (ValueError, RecursionError) as error:
-        raise MemoryFileError(f"the description is not valid ({error}).") from error
+    total = hashlib.sha256(_canonical(_unsigned(facts)).encode())
     for name in sorted(tensors):
         tensor = tensors[name]
         values = hashlib.sha256(_memory(tensor)).hexdigest()
@@ -165,10 +178,17 @@ def _checksum(facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:
     return total.hexdigest()
 
 
-def _apart(tensor: Tensor) -> Tensor:
-    """On the CPU, in memory that is this tensor's alone."""
-    tensor = tensor.detach().cpu().contiguous()
-    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
+def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """On the CPU, each in memory that is its alone."""
+    found: dict[str, Tensor] = {}
+    taken: set[int] = set()
+    for name, tensor in tensors.items():
+        tensor = tensor.detach().cpu().contiguous()
+        if tensor.untyped_storage().nbytes() != tensor.nbytes or tensor.data_ptr() in taken:
+            tensor = tensor.clone()
+        taken.add(tensor.data_ptr())
+        found[name] = tensor
+    return found
 
 
 def _memory(tensor: Tensor) -> ctypes.Array[ctypes.c_char]:

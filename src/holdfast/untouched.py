@@ -17,12 +17,11 @@ def untouched(model: nn.Module) -> Iterator[None]:
     uses its running statistics, which is what the deployed model does.
     """
     modes = [(module, module.training) for module in model.modules()]
-    grads = [(p, p.grad) for p in model.parameters()]
+    grads = [(p, p.grad, p.requires_grad) for p in model.parameters()]
     buffers = [
-        (module, key, buffer, buffer.clone())
+        (module, key, buffer, None if buffer is None else buffer.clone())
         for module in model.modules()
         for key, buffer in module._buffers.items()
-        if buffer is not None
     ]
     devices = {p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"}
     with ExitStack() as stack:
@@ -37,13 +36,18 @@ def untouched(model: nn.Module) -> Iterator[None]:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         try:
             model.eval()
+            for parameter, _, _ in grads:
+                parameter.grad = None  # what a backward pass adds up inside stays inside
             yield
         finally:
             for module, training in modes:
                 module.training = training
             with torch.no_grad():
                 for module, key, buffer, saved in buffers:
-                    buffer.copy_(saved)
+                    # Written only where it changed: a write would spoil graphs made before.
+                    if buffer is not None and saved is not None and not torch.equal(buffer, saved):
+                        buffer.copy_(saved)
                     module._buffers[key] = buffer
-            for parameter, grad in grads:
+            for parameter, grad, required in grads:
+                parameter.requires_grad_(required)
                 parameter.grad = grad

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ..errors import ArgumentError, DataError, InertError
 from ..identity import bit_sum, digest, fingerprints
 from ..likelihood import Likelihood
+from ..likelihood.base import as_tensor
 from ..params import all_parameters
 from ..precision import Source
 from .batches import Batch, Forward, require_rows, run
@@ -49,7 +50,7 @@ class Scoring:
             if self.targets == "observed" and batch.target is None:
                 raise DataError("targets='observed' needs labels, and there are none. Give (inputs, targets).")
             if self.targets == "sampled":
-                drawn = self.likelihood.sampled(output.detach(), batch.target, self._generator)
+                drawn = self.likelihood.sampled(detached(output, self.likelihood), batch.target, self._generator)
                 batch = replace(batch, target=drawn)
             if self.targets != "expected":
                 self.likelihood.require(output, batch.target)
@@ -75,7 +76,7 @@ class Scoring:
     def losses(self, output: Any, target: Any) -> Tensor:
         """Pseudo-losses of shape (columns, batch), whose gradients are the scores."""
         if self.targets == "expected":
-            root = self.likelihood.root(output.detach())  # (columns, batch, *outputs)
+            root = self.likelihood.root(detached(output, self.likelihood))  # (columns, batch, *outputs)
             scores: Tensor = root * output
             return scores.reshape(*scores.shape[:2], -1).sum(-1)
         return self.likelihood.nll(output, target).unsqueeze(0)
@@ -106,6 +107,11 @@ def example_scores(
         torch.autograd.grad(loss.sum(), parameters, retain_graph=column < last, materialize_grads=True)
         for column, loss in enumerate(losses)
     ]
+
+
+def detached(output: Any, likelihood: Likelihood) -> Tensor:
+    """The output, which must be one tensor, without its graph."""
+    return as_tensor(output, likelihood.name).detach()
 
 
 def accumulators(named: Mapping[str, Tensor]) -> dict[str, Tensor]:

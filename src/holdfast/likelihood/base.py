@@ -80,7 +80,7 @@ def found(target: Any) -> str:
 
 def require_class_labels(target: Any, shape: torch.Size, name: str) -> None:
     """Raise unless targets are integers of the shape given."""
-    if not isinstance(target, Tensor) or target.is_floating_point() or target.shape != shape:
+    if not isinstance(target, Tensor) or target.is_floating_point() or target.is_complex() or target.shape != shape:
         raise DataError(
             f"{name} needs integer class labels of shape {tuple(shape)}, got {found(target)}. For soft labels give a "
             "holdfast.custom likelihood."

@@ -24,7 +24,7 @@ class Categorical(Likelihood):
     def nll(self, output: Any, target: Any) -> Tensor:
         output = self._logits(output)
         require_class_labels(target, output.shape[:1], self.name)
-        return F.cross_entropy(output, target, reduction="none")
+        return F.cross_entropy(output, target.long(), reduction="none")
 
     def require(self, output: Any, target: Any) -> None:
         output = self._logits(output)

@@ -53,11 +53,16 @@ class Tokens(Likelihood):
 
     def sampled(self, output: Tensor, target: Any, generator: torch.Generator) -> Tensor:
         logits, aligned = self._aligned(output, target)
+        if 0 <= self.ignore_index < logits.shape[-1]:
+            raise DataError(
+                f"ignore_index={self.ignore_index} is a word of the vocabulary, so a label drawn from the model could "
+                "not be told from an ignored one. Set ignored labels to -100 and leave ignore_index alone."
+            )
         counted = aligned != self.ignore_index
         drawn = aligned.clone()
         drawn[counted] = draw_class(logits[counted], generator)
         # The first label of a shifted sequence is never scored; it stays what it was.
-        return torch.cat([target[:, :1], drawn], dim=1) if self.shift else drawn
+        return torch.cat([target[:, :1].long(), drawn], dim=1) if self.shift else drawn
 
     def _aligned(self, output: Any, target: Any) -> tuple[Tensor, Tensor]:
         """Outputs and labels, position by position."""
@@ -70,6 +75,7 @@ class Tokens(Likelihood):
                 "models give the input ids as labels, with padding set to ignore_index."
             )
         require_class_labels(target, output.shape[:2], self.name)
+        target = target.long()
         return (output[:, :-1], target[:, 1:]) if self.shift else (output, target)
 
 

@@ -1,0 +1,1 @@
+"""Continual-learning experiments: tasks, methods, and a runner that measures what is kept."""

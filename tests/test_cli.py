@@ -1,0 +1,99 @@
+"""The command line as a user runs it, and the page as a reader gets it."""
+
+import re
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+import holdfast
+from holdfast.cli import app
+
+runner = CliRunner(env={"COLUMNS": "120"})
+
+
+@pytest.fixture
+def memories(tmp_path):
+    """Two memories of one model, made apart, and one of another model."""
+    for seed, name in enumerate(["a", "b"]):
+        torch.manual_seed(seed)
+        model = nn.Linear(4, 3)
+        data = [(torch.randn(10, 4), torch.randint(0, 3, (10,)))]
+        fisher = holdfast.diagonal_fisher(model, data, holdfast.categorical)
+        holdfast.save(holdfast.consolidate(holdfast.prior(model), model, fisher), tmp_path / f"{name}.safetensors")
+    holdfast.save(holdfast.prior(nn.Linear(9, 3), precision=1.0), tmp_path / "other.safetensors")
+    return tmp_path
+
+
+def test_the_demo_prints_a_table_and_writes_a_page_that_needs_no_network(tmp_path):
+    page, figure = tmp_path / "page.html", tmp_path / "figure.svg"
+    result = runner.invoke(
+        app, ["demo", "--tasks", "2", "--seeds", "2", "--epochs", "1", "--out", str(page), "--figure", str(figure)]
+    )
+    assert result.exit_code == 0, result.output
+    for method in ("fine-tuning", "frozen after task 1", "EWC, J, strength 1", "EWC, J_original", "joint"):
+        assert method in result.output
+    assert "was chosen among" in " ".join(result.output.split())
+    assert str(page) in result.output.replace("\n", "")
+    text = page.read_text(encoding="utf-8")
+    fetched = re.findall(r"""(?:src|href)\s*=\s*["'](?!#)[^"']*|@import|url\((?!#)[^)]*""", text)
+    assert fetched == []
+    assert "<script" not in text
+    assert len(re.findall(r"\d+\.\d ± \d+\.\d", text)) >= 15
+    lines = ElementTree.fromstring(figure.read_text(encoding="utf-8")).findall(".//{http://www.w3.org/2000/svg}path")
+    assert len(lines) > 20
+    assert figure.read_text(encoding="utf-8").strip() in text
+
+
+def test_a_page_that_cannot_be_written_is_one_line(tmp_path):
+    result = runner.invoke(
+        app, ["demo", "--tasks", "2", "--seeds", "1", "--epochs", "1", "--out", str(tmp_path / "no" / "page.html")]
+    )
+    assert result.exit_code == 1
+    assert "could not be written" in result.output
+
+
+def test_inspect_says_what_a_file_holds(memories):
+    result = runner.invoke(app, ["inspect", str(memories / "a.safetensors")])
+    assert result.exit_code == 0
+    assert "10 examples" in result.output
+    assert "15 in 2 tensors" in result.output
+    assert "diagonal" in result.output
+
+
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04", b"not a memory at all"])
+def test_inspect_of_something_else_is_one_line_and_status_one(tmp_path, content):
+    path = tmp_path / "broken.safetensors"
+    path.write_bytes(content)
+    result = runner.invoke(app, ["inspect", str(path)])
+    assert result.exit_code == 1
+    assert "Traceback" not in result.output
+    assert "broken.safetensors" in result.output
+
+
+def test_merge_writes_the_product(memories):
+    out = memories / "merged.safetensors"
+    a, b = (str(memories / f"{name}.safetensors") for name in "ab")
+    result = runner.invoke(app, ["merge", a, b, "--out", str(out)])
+    assert result.exit_code == 0, result.output
+    expected = holdfast.merge(holdfast.load(a), holdfast.load(b))
+    assert holdfast.load(out).posterior.id == expected.id
+    assert holdfast.load(out).num_data == 20
+
+
+def test_merge_of_what_does_not_fit_is_one_line(memories):
+    a, other = (str(memories / f"{name}.safetensors") for name in ("a", "other"))
+    for files, message in [([a, a], "count twice"), ([a, other], "has shape"), ([a], "at least two")]:
+        result = runner.invoke(app, ["merge", *files, "--out", str(memories / "x.safetensors")])
+        assert result.exit_code == 1
+        assert message in result.output.replace("\n", " ")
+    assert not (memories / "x.safetensors").exists()
+
+
+def test_the_command_is_installed_and_knows_its_version():
+    result = subprocess.run([sys.executable, "-m", "holdfast", "--version"], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == f"holdfast {holdfast.__version__}"
