@@ -323,6 +323,11 @@ class TestTheHandle:
         holdfast.hold(optimizer, model, posterior, num_data=N)
 
 
+def with_a_new_first_layer(model):
+    model[0] = nn.Linear(5, 6).double()
+    return model
+
+
 class TestTheGuard:
     def test_no_step_at_all_is_an_error(self):
         model, posterior, x, y = start()
@@ -365,7 +370,7 @@ class TestTheGuard:
             pytest.raises(holdfast.InertError, match=r"`0.weight` is held"),
             holdfast.hold(optimizer, model, posterior, num_data=N),
         ):
-            loop(optimizer, model.insert(0, nn.Linear(5, 5).double()), x, y)
+            loop(optimizer, with_a_new_first_layer(model), x, y)
 
     def test_an_optimizer_that_moves_nothing_is_an_error(self):
         class Deaf(torch.optim.SGD):
