@@ -69,6 +69,17 @@ def relu_mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(5, 6), nn.ReLU(), nn.Linear(6, 4), nn.ReLU(inplace=True), nn.Linear(4, 3))
 
 
+class DataParallel(nn.Module):
+    """As torch's, which would move the model to a GPU where there is one."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any) -> Any:
+        return self.module(*args)
+
+
 class Shared(nn.Module):
     """One layer used twice: per-example gradients must be summed before they are squared."""
 

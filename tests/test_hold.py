@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import holdfast
-from cases import relu_mlp
+from cases import DataParallel, relu_mlp
 from oracles import flat
 
 N = 24  # the new data
@@ -252,7 +252,7 @@ def test_wrapped_models_and_optimizers_are_held():
         model, posterior, x, y = start()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         outer = Accelerated(optimizer) if wrap else optimizer
-        seen = nn.DataParallel(model) if wrap else model
+        seen = DataParallel(model) if wrap else model
         with holdfast.hold(outer, seen, posterior, num_data=N, strength=STRENGTH):
             loop(outer, model, x, y)
         ends.append(weights(model))

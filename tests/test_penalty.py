@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 import holdfast
-from cases import CASES, relu_mlp
+from cases import CASES, DataParallel, relu_mlp
 from oracles import flat
 
 CASE = CASES[0]
@@ -61,7 +61,7 @@ def test_a_half_precision_memory_still_measures_small_moves():
 def test_wrapped_models_have_the_same_penalty():
     model, posterior = moved()
     exact = holdfast.penalty(model, posterior)
-    for wrapped in (nn.DataParallel(model), torch.compile(model, backend="eager")):
+    for wrapped in (DataParallel(model), torch.compile(model, backend="eager")):
         assert torch.equal(holdfast.penalty(wrapped, posterior), exact)
 
 

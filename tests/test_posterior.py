@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import holdfast
-from cases import CASES, Tied, relu_mlp
+from cases import CASES, DataParallel, Tied, relu_mlp
 from oracles import flat
 
 CASE = CASES[0]
@@ -220,7 +220,7 @@ class TestMerge:
 
     def test_restoring_the_merged_mean_into_a_model(self):
         merged, model = holdfast.merge(trained(0), trained(1)), CASE.model()
-        holdfast.restore_(nn.DataParallel(model), merged)
+        holdfast.restore_(DataParallel(model), merged)
         torch.testing.assert_close(flat(dict(model.named_parameters())), flat(merged.mean))
 
 

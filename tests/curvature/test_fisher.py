@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 import holdfast
-from cases import CASES, Case, PositionsLookLikeExamples, relu_mlp, vectors
+from cases import CASES, Case, DataParallel, PositionsLookLikeExamples, relu_mlp, vectors
 from holdfast.curvature.batches import read, run
 from holdfast.curvature.linear import Taps
 from holdfast.curvature.scores import Scoring
@@ -175,7 +175,7 @@ def test_under_autocast_the_sums_stay_in_float32():
 def test_compiled_and_wrapped_models_give_the_same_numbers_under_the_same_names():
     case = CASES[0]
     plain = holdfast.diagonal_fisher(case.model(), case.batches(), case.likelihood)
-    for wrapped in (nn.DataParallel(case.model()), torch.compile(case.model(), backend="eager")):
+    for wrapped in (DataParallel(case.model()), torch.compile(case.model(), backend="eager")):
         fisher = holdfast.diagonal_fisher(wrapped, case.batches(), case.likelihood)
         assert list(fisher.entries) == list(plain.entries)
         assert torch.equal(flat(fisher.entries), flat(plain.entries))

@@ -1,0 +1,101 @@
+"""The same numbers on a GPU. Skipped where there is none."""
+
+import pytest
+import torch
+from torch import nn
+
+import holdfast
+from cases import CASES
+from holdfast.identity import fingerprint
+from oracles import flat
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+RUNS = [(case, targets) for case in CASES for targets in case.targets]
+
+
+@pytest.mark.parametrize(("case", "targets"), RUNS, ids=lambda v: str(v))
+def test_the_fisher_is_that_of_the_cpu_and_batches_may_stay_there(case, targets):
+    """cuDNN's recurrent kernels, which cannot differentiate in evaluation mode, included."""
+    here, there = (
+        holdfast.diagonal_fisher(
+            case.model().to(device), case.batches((5, 2)), case.likelihood, targets=targets, forward=case.forward
+        )
+        for device in ("cpu", "cuda")
+    )
+    torch.testing.assert_close(flat(there.entries).cpu(), flat(here.entries), rtol=1e-7, atol=1e-10)
+    assert there.sources[0].id == here.sources[0].id
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.forward is None and case.name != "lstm"], ids=str)
+def test_the_hessian_is_that_of_the_cpu(case):
+    here, there = (
+        holdfast.diagonal_hessian(case.model().to(device), case.batches(), case.likelihood)
+        for device in ("cpu", "cuda")
+    )
+    torch.testing.assert_close(flat(there.entries).cpu(), flat(here.entries), rtol=1e-7, atol=1e-9)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_memory_from_the_cpu_holds_a_model_on_the_gpu_under_mixed_precision(fused, dtype):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(20, 32), nn.ReLU(), nn.Linear(32, 5))
+    data = [(torch.randn(64, 20), torch.randint(0, 5, (64,)))]
+    posterior = holdfast.consolidate(
+        holdfast.prior(model), model, holdfast.diagonal_fisher(model, data, holdfast.categorical)
+    )
+    x, y = torch.randn(64, 20, device="cuda"), torch.randint(0, 5, (64,), device="cuda")
+    ends = []
+    for scaled in (True, False):
+        twin = nn.Sequential(nn.Linear(20, 32), nn.ReLU(), nn.Linear(32, 5)).cuda()
+        holdfast.restore_(twin, posterior)
+        optimizer = torch.optim.Adam(twin.parameters(), lr=0.01, fused=fused)
+        scaler = torch.amp.GradScaler("cuda", init_scale=2.0**12, enabled=scaled)
+        with holdfast.hold(optimizer, twin, posterior, num_data=64, strength=20.0) as handle:
+            for _ in range(30):
+                optimizer.zero_grad()
+                with torch.autocast("cuda", dtype=dtype):
+                    loss = nn.functional.cross_entropy(twin(x), y)
+                scaler.scale(loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
+            assert handle.penalty > 0
+        ends.append(flat({name: p.detach() for name, p in twin.named_parameters()}))
+    torch.testing.assert_close(ends[0], ends[1], rtol=0.05, atol=5e-3)
+
+
+def test_files_identities_and_random_state(tmp_path):
+    model = nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.5)).cuda()
+    x, y = torch.randn(8, 4), torch.randint(0, 3, (8,))
+    state = torch.cuda.get_rng_state()
+    fisher = holdfast.diagonal_fisher(model, [(x, y)], holdfast.categorical, targets="sampled")
+    assert torch.equal(torch.cuda.get_rng_state(), state)
+    posterior = holdfast.consolidate(holdfast.prior(model), model, fisher)
+    holdfast.save(posterior, tmp_path / "memory.safetensors")
+    loaded = holdfast.load(tmp_path / "memory.safetensors", device="cuda").posterior
+    assert loaded.id == posterior.id == loaded.to("cpu").id
+    assert fingerprint(loaded.mean) == fingerprint(loaded.to("cpu").mean)
+    assert loaded.mean["0.weight"].is_cuda
+
+
+def test_models_spread_over_devices_are_held():
+    class Split(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 4).cuda(), nn.Linear(4, 3)
+
+        def forward(self, x):
+            return self.second(self.first(x.cuda()).cpu())
+
+    model = Split()
+    posterior = holdfast.prior(model, precision=2.0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 1
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    expected = sum(0.5 * 2.0 * p.numel() for p in model.parameters())
+    with holdfast.hold(optimizer, model, posterior, num_data=4) as handle:
+        assert handle.penalty == pytest.approx(expected, rel=1e-5)
+        optimizer.step()
+    torch.testing.assert_close(model.first.weight.cpu(), posterior.mean["first.weight"].cpu() + 1 - 0.1 * 2 / 4)
