@@ -28,6 +28,7 @@ except ImportError as missing:  # the core installs without them
     sys.exit(f"The holdfast command needs {missing.name}: pip install 'holdfast[cli]'")
 
 if TYPE_CHECKING:
+    from .bench.digits import Digits
     from .bench.runner import Run
 
 Result = TypeVar("Result")
@@ -63,14 +64,17 @@ def demo(
     try:
         import jinja2  # noqa: F401
         import matplotlib  # noqa: F401
-        import sklearn
+        import sklearn  # noqa: F401
     except ImportError as missing:
         sys.exit(f"The demo needs {missing.name}: pip install 'holdfast[cli,bench,report]'")
 
     from .bench.digits import STRENGTHS, Digits
     from .bench.methods import Training
-    from .report import forgetting, page
+    from .report import forgetting
 
+    for path in (out, figure):  # before the work, not after it
+        if path is not None and not path.resolve().parent.is_dir():
+            sys.exit(f"{path} could not be written: its folder does not exist.")
     experiment = Digits(tasks=tasks, seeds=seeds, training=Training(epochs=epochs))
     start = time.perf_counter()
     columns = (TextColumn("{task.description:<52}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
@@ -85,34 +89,7 @@ def demo(
         "first two tasks; the test splits were not used for it"
     )
     console.print(f"[dim]{chosen.capitalize()}.[/dim]")
-    text = page(
-        runs,
-        title="Forgetting, with and without holdfast",
-        about=[
-            f"One small network learns {tasks} tasks in turn: handwritten digits whose pixels come in a new order each "
-            "time. The labels stay the same and the inputs conflict, so learning one task overwrites the last. No "
-            "method but joint training may look at old data.",
-            "Elastic weight consolidation keeps, instead of the data, how much each weight mattered (its Fisher "
-            "information), and holds the weights that did. At strength 1 an old example counts as much as a new one. "
-            f"A diagonal leaves out what weights know together, so a stronger hold does better here: {chosen}.",
-        ],
-        facts=[
-            ("command", f"holdfast demo --tasks {tasks} --seeds {seeds} --epochs {epochs}"),
-            ("data", "scikit-learn's digits: 1,797 images of 8×8, split 60/15/25 into training, validation and test"),
-            ("model", f"perceptron 64-{experiment.width}-{experiment.width}-10, ReLU"),
-            (
-                "training",
-                f"Adam, learning rate {experiment.training.lr:g}, batch {experiment.training.batch_size}, label "
-                f"smoothing {experiment.training.label_smoothing:g} for every method (without it the network grows so "
-                "certain that its Fisher information vanishes)",
-            ),
-            ("Fisher", "diagonal, exact (expected over the model's own labels), per example"),
-            ("seeds", ", ".join(str(seed) for seed in range(seeds))),
-            ("versions", f"holdfast {__version__}, torch {torch.__version__}, scikit-learn {sklearn.__version__}"),
-            ("machine", f"{platform.machine()}, Python {platform.python_version()}, {seconds:.0f} s"),
-        ],
-    )
-    _write(out, text)
+    _write(out, _demo_page(experiment, runs, chosen, seconds))
     if figure is not None:
         _write(figure, forgetting(runs))
     console.print(f"{seconds:.0f} s. The page with the curves: [bold]{out.resolve()}[/bold]", soft_wrap=True)
@@ -186,6 +163,42 @@ def _print_results(runs: list[Run]) -> None:
     console.print("Per cent right: a row after each task learned, a column for each task tested.\n")
     console.print(Columns(grids, padding=(1, 3)))
     console.print()
+
+
+def _demo_page(experiment: Digits, runs: list[Run], chosen: str, seconds: float) -> str:
+    """The page of the demo: what was done, and what came of it."""
+    import sklearn
+
+    from .report import page
+
+    tasks, seeds, training = experiment.tasks, experiment.seeds, experiment.training
+    return page(
+        runs,
+        title="Forgetting, with and without holdfast",
+        about=[
+            f"One small network learns {tasks} tasks in turn: handwritten digits whose pixels come in a new order each "
+            "time. The labels stay the same and the inputs conflict, so learning one task overwrites the last. No "
+            "method but joint training may look at old data.",
+            "Elastic weight consolidation keeps, instead of the data, how much each weight mattered (its Fisher "
+            "information), and holds the weights that did. At strength 1 an old example counts as much as a new one. "
+            f"A diagonal leaves out what weights know together, so a stronger hold does better here: {chosen}.",
+        ],
+        facts=[
+            ("command", f"holdfast demo --tasks {tasks} --seeds {seeds} --epochs {training.epochs}"),
+            ("data", "scikit-learn's digits: 1,797 images of 8×8, split 60/15/25 into training, validation and test"),
+            ("model", f"perceptron 64-{experiment.width}-{experiment.width}-10, ReLU"),
+            (
+                "training",
+                f"Adam, learning rate {training.lr:g}, batch {training.batch_size}, label "
+                f"smoothing {training.label_smoothing:g} for every method (without it the network grows so "
+                "certain that its Fisher information vanishes)",
+            ),
+            ("Fisher", "diagonal, exact (expected over the model's own labels), per example"),
+            ("seeds", ", ".join(str(seed) for seed in range(seeds))),
+            ("versions", f"holdfast {__version__}, torch {torch.__version__}, scikit-learn {sklearn.__version__}"),
+            ("machine", f"{platform.machine()}, Python {platform.python_version()}, {seconds:.0f} s"),
+        ],
+    )
 
 
 def _percent(values: list[float]) -> str:

@@ -10,7 +10,7 @@ from ..errors import ArgumentError, MismatchError
 from ..identity import fingerprints
 from ..params import aliases, all_parameters, matched, shapes
 from ..precision import Diagonal, Precision, SignedDiagonal
-from ..precision.base import joined, thinned
+from ..precision.source import joined, thinned
 from .gaussian import Memory, Posterior, as_posterior, kept
 
 Kept = TypeVar("Kept", Posterior, Memory)

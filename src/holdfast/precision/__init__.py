@@ -1,9 +1,10 @@
 """What Λ is: one file per structure, the same few methods."""
 
-from .base import Precision, Source
+from .base import Precision
 from .dense import Dense
 from .diagonal import Diagonal, SignedDiagonal
 from .kinds import KINDS
+from .source import Source
 from .sum import Sum
 
 KINDS.update(diagonal=Diagonal, dense=Dense, sum=Sum)

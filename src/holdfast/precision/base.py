@@ -1,93 +1,20 @@
-"""What every Λ can do, whatever its structure, and what it remembers of where it came from."""
+"""What every Λ can do, whatever its structure."""
 
 from __future__ import annotations
 
 import abc
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from ..errors import ArgumentError, MismatchError, SingularError
+from .source import Source
 
 # A matrix over more entries than this is refused: in float32 it would take over a gigabyte.
 DENSE_LIMIT = 16_384
-
-
-@dataclass(frozen=True)
-class Source:
-    """One dataset, or one prior, that a precision was computed from.
-
-    `size` is how much data there was and `factor` how much of it counts now, after scaling and decay. `id` is a
-    digest of the data and the weights, so that the same evidence is recognised when it comes by two ways; `weights`
-    are fingerprints of the weights it was taken at.
-    """
-
-    id: str
-    size: float
-    unit: str
-    likelihood: str
-    targets: str
-    factor: float = 1.0
-    weights: Mapping[str, str] = field(default_factory=dict, repr=False)
-
-    @property
-    def num_data(self) -> float:
-        """How many units it stands for."""
-        return self.size * self.factor
-
-    def __str__(self) -> str:
-        return f"{self.likelihood}, {self.num_data:g} {self.unit}s" if self.unit else self.likelihood
-
-
-def thinned(sources: tuple[Source, ...], factor: float) -> tuple[Source, ...]:
-    """The sources counted `factor` times as much."""
-    return tuple(replace(source, factor=source.factor * factor) for source in sources)
-
-
-def joined(*parts: tuple[Iterable[str], tuple[Source, ...]]) -> tuple[Source, ...]:
-    """The sources of a sum of parts, each given as the parameters it covers and its sources.
-
-    One source over separate parameters is one dataset seen by two structures and counts once; over the same parameters
-    it counts twice. Data counted in different units cannot be added.
-    """
-    found: dict[str, Source] = {}
-    covered: dict[str, set[str]] = {}
-    for names, sources in parts:
-        for source in sources:
-            known, here = found.get(source.id), covered.setdefault(source.id, set())
-            if known is not None:
-                twice = here & set(names)
-                factor = known.factor + source.factor if twice else max(known.factor, source.factor)
-                source = replace(source, factor=factor)
-            found[source.id] = source
-            here.update(names)
-    units = sorted({source.unit for source in found.values() if source.unit})
-    if len(units) > 1:
-        raise MismatchError(
-            f"one precision counts {units[0]}s and the other {units[1]}s; their sum would have no unit. Recompute one "
-            "of them with a likelihood of the other's unit."
-        )
-    return tuple(found.values())
-
-
-def parted(sources: tuple[Source, ...], out: tuple[Source, ...]) -> tuple[Source, ...]:
-    """The sources without what `out` counts of them."""
-    gone = {source.id: source.factor for source in out}
-    return tuple(replace(source, factor=source.factor - gone.get(source.id, 0.0)) for source in sources)
-
-
-def require_nonnegative(rest: Tensor, whole: Tensor, name: str) -> Tensor:
-    """`rest` of a subtraction from `whole`, rounding errors below zero set to zero; more than that raises."""
-    rounding = 64 * torch.finfo(whole.dtype).eps * whole
-    if bool((rest < -rounding).any()):
-        raise MismatchError(
-            f"the base has more precision in `{name}` than what was made from it: it is not where they came from."
-        )
-    return rest.clamp(min=0)
 
 
 class Precision(abc.ABC):
@@ -281,3 +208,13 @@ def standard_normal(like: Tensor, generator: torch.Generator | None) -> Tensor:
     # Drawn where the generator lives, so that one seed gives one draw on every device.
     device = generator.device if generator is not None else like.device
     return torch.randn(like.shape, generator=generator, dtype=like.dtype, device=device).to(like.device)
+
+
+def require_nonnegative(rest: Tensor, whole: Tensor, name: str) -> Tensor:
+    """`rest` of a subtraction from `whole`, rounding errors below zero set to zero; more than that raises."""
+    rounding = 64 * torch.finfo(whole.dtype).eps * whole
+    if bool((rest < -rounding).any()):
+        raise MismatchError(
+            f"the base has more precision in `{name}` than what was made from it: it is not where they came from."
+        )
+    return rest.clamp(min=0)

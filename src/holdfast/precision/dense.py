@@ -10,19 +10,9 @@ import torch
 from torch import Tensor
 
 from ..errors import ArgumentError
-from .base import (
-    Precision,
-    Source,
-    joined,
-    parted,
-    require_dense,
-    require_finite,
-    require_nonnegative,
-    singular,
-    standard_normal,
-    thinned,
-)
+from .base import Precision, require_dense, require_finite, require_nonnegative, singular, standard_normal
 from .diagonal import Diagonal
+from .source import Source, joined, parted, thinned
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,18 +13,15 @@ from torch import Tensor
 from ..errors import ArgumentError
 from .base import (
     Precision,
-    Source,
     added,
     grown,
-    joined,
-    parted,
     require_dense,
     require_finite,
     require_nonnegative,
     singular,
     standard_normal,
-    thinned,
 )
+from .source import Source, joined, parted, thinned
 
 
 class _Entrywise(Precision):

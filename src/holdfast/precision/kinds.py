@@ -9,7 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from ..errors import ArgumentError
-from .base import Precision, Source
+from .base import Precision
+from .source import Source
 
 KINDS: dict[str, type[Precision]] = {}
 

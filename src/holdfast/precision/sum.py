@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .base import Precision, Source, added, joined
+from .base import Precision, added
 from .dense import Dense, embedded
 from .kinds import described, made
+from .source import Source, joined
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,0 +1,71 @@
+"""Where a precision came from: which data, how much of it, so that nothing is counted twice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+from ..errors import MismatchError
+
+
+@dataclass(frozen=True)
+class Source:
+    """One dataset, or one prior, that a precision was computed from.
+
+    `size` is how much data there was and `factor` how much of it counts now, after scaling and decay. `id` is a
+    digest of the data and the weights, so that the same evidence is recognised when it comes by two ways; `weights`
+    are fingerprints of the weights it was taken at.
+    """
+
+    id: str
+    size: float
+    unit: str
+    likelihood: str
+    targets: str
+    factor: float = 1.0
+    weights: Mapping[str, str] = field(default_factory=dict, repr=False)
+
+    @property
+    def num_data(self) -> float:
+        """How many units it stands for."""
+        return self.size * self.factor
+
+    def __str__(self) -> str:
+        return f"{self.likelihood}, {self.num_data:g} {self.unit}s" if self.unit else self.likelihood
+
+
+def thinned(sources: tuple[Source, ...], factor: float) -> tuple[Source, ...]:
+    """The sources counted `factor` times as much."""
+    return tuple(replace(source, factor=source.factor * factor) for source in sources)
+
+
+def joined(*parts: tuple[Iterable[str], tuple[Source, ...]]) -> tuple[Source, ...]:
+    """The sources of a sum of parts, each given as the parameters it covers and its sources.
+
+    One source over separate parameters is one dataset seen by two structures and counts once; over the same parameters
+    it counts twice. Data counted in different units cannot be added.
+    """
+    found: dict[str, Source] = {}
+    covered: dict[str, set[str]] = {}
+    for names, sources in parts:
+        for source in sources:
+            known, here = found.get(source.id), covered.setdefault(source.id, set())
+            if known is not None:
+                twice = here & set(names)
+                factor = known.factor + source.factor if twice else max(known.factor, source.factor)
+                source = replace(source, factor=factor)
+            found[source.id] = source
+            here.update(names)
+    units = sorted({source.unit for source in found.values() if source.unit})
+    if len(units) > 1:
+        raise MismatchError(
+            f"one precision counts {units[0]}s and the other {units[1]}s; their sum would have no unit. Recompute one "
+            "of them with a likelihood of the other's unit."
+        )
+    return tuple(found.values())
+
+
+def parted(sources: tuple[Source, ...], out: tuple[Source, ...]) -> tuple[Source, ...]:
+    """The sources without what `out` counts of them."""
+    gone = {source.id: source.factor for source in out}
+    return tuple(replace(source, factor=source.factor - gone.get(source.id, 0.0)) for source in sources)
