@@ -189,12 +189,12 @@ def test_several_optimizers_share_one_hold():
 
 def test_several_posteriors_add_up():
     model, posterior, x, y = start()
-    towards_zero = holdfast.prior(model, precision=2.0, mean=0.0)
+    toward_zero = holdfast.prior(model, precision=2.0, mean=0.0)
     with torch.no_grad():
         model[0].weight += 0.1
-    both = holdfast.penalty(model, posterior) + holdfast.penalty(model, towards_zero)
+    both = holdfast.penalty(model, posterior) + holdfast.penalty(model, toward_zero)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with holdfast.hold(optimizer, model, [posterior, towards_zero], num_data=N) as handle:
+    with holdfast.hold(optimizer, model, [posterior, toward_zero], num_data=N) as handle:
         assert handle.penalty == pytest.approx(both.item())
         loop(optimizer, model, x, y)
 
@@ -414,11 +414,13 @@ class TestTheGuard:
     @pytest.mark.parametrize(
         ("change", "message"),
         [
-            ({"num_data": 0}, "num_data.*positive, got 0"),
-            ({"num_data": -5}, "num_data.*positive, got -5"),
+            ({"num_data": 0}, r"num_data.*> 0, got 0"),
+            ({"num_data": -5}, r"num_data.*> 0, got -5"),
             ({"num_data": float("nan")}, "num_data"),
-            ({"strength": -0.5}, "strength must be a finite number ≥ 0, got -0.5"),
+            ({"strength": -0.5}, r"strength must be a finite number ≥ 0, got -0\.5"),
             ({"strength": float("inf")}, "strength"),
+            ({"strength": "1"}, "strength must be a finite number ≥ 0, got '1'"),
+            ({"num_data": [1, 2]}, "num_data.*got list"),
         ],
     )
     def test_numbers_out_of_range_are_refused(self, change, message):
@@ -427,11 +429,23 @@ class TestTheGuard:
         with pytest.raises(holdfast.ArgumentError, match=message):
             holdfast.hold(optimizer, model, posterior, **{"num_data": N, **change})
 
+    def test_a_hold_that_was_removed_cannot_be_entered(self):
+        model, posterior, x, y = start()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with holdfast.hold(optimizer, model, posterior, num_data=N) as handle:
+            loop(optimizer, model, x, y)
+        with pytest.raises(holdfast.InertError, match=r"removed.*hold again"):
+            handle.__enter__()
+
     def test_things_of_the_wrong_kind_are_refused(self):
         model, posterior, _, _ = start()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with pytest.raises(holdfast.ArgumentError, match="a Posterior, a Memory or a term"):
+        with pytest.raises(holdfast.ArgumentError, match=r"a Posterior, a Memory or a term.*consolidate\(prior"):
             holdfast.hold(optimizer, model, posterior.precision, num_data=N)
+        with pytest.raises(holdfast.ArgumentError, match=r"got str.*holdfast\.load"):
+            holdfast.hold(optimizer, model, "memory.safetensors", num_data=N)
+        with pytest.raises(holdfast.ArgumentError, match="the optimizer, then the model; got SGD"):
+            holdfast.hold(model, optimizer, posterior, num_data=N)
         with pytest.raises(holdfast.ArgumentError, match=r"torch\.optim\.Optimizer"):
             holdfast.hold("adam", model, posterior, num_data=N)
         with pytest.raises(holdfast.ArgumentError, match="at least one"):
@@ -440,5 +454,7 @@ class TestTheGuard:
     def test_tokens_and_examples_are_not_mixed(self):
         model, posterior, _, _ = start()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with pytest.raises(holdfast.MismatchError, match="counts examples, and num_data=24 is said to count tokens"):
+        with pytest.raises(
+            holdfast.MismatchError, match="counts in units of 'example', and num_data=24 is said to count in 'token'"
+        ):
             holdfast.hold(optimizer, model, posterior, num_data=N, unit="token")

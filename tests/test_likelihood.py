@@ -364,7 +364,7 @@ def test_categorical_outputs_of_the_wrong_shape_are_refused_without_labels_too(v
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, math.nan, math.inf])
 def test_a_gaussian_needs_a_positive_scale(scale):
-    with pytest.raises(ArgumentError, match=f"positive, finite scale.*got {scale}"):
+    with pytest.raises(ArgumentError, match=f"standard deviation.*> 0, got {scale}"):
         holdfast.gaussian(scale)
 
 

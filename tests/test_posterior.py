@@ -26,7 +26,7 @@ def trained(seed, posterior=None, structure=holdfast.diagonal_fisher):
 
 
 class TestPrior:
-    def test_a_flat_prior_is_centred_at_the_model_and_knows_nothing(self):
+    def test_a_flat_prior_is_centered_at_the_model_and_knows_nothing(self):
         model = CASE.model()
         prior = holdfast.prior(model)
         assert (prior.num_data, prior.unit, prior.sources, prior.precision.shapes) == (0, "", (), {})
@@ -34,13 +34,13 @@ class TestPrior:
         assert prior.precision.is_zero()
         assert float(holdfast.penalty(model, prior).detach()) == 0
 
-    def test_l2_towards_the_model_a_number_or_a_given_mean(self):
+    def test_l2_toward_the_model_a_number_or_a_given_mean(self):
         model = CASE.model()
         given = {name: torch.full_like(p, 2.0) for name, p in model.named_parameters()}
-        for mean, centre in [(None, flat(dict(model.named_parameters()))), (0.5, 0.5), (given, 2.0)]:
+        for mean, center in [(None, flat(dict(model.named_parameters()))), (0.5, 0.5), (given, 2.0)]:
             prior = holdfast.prior(model, precision=3.0, mean=mean)
-            torch.testing.assert_close(flat(prior.mean), torch.zeros_like(flat(prior.mean)) + centre)
-            delta = flat(dict(model.named_parameters())) - centre
+            torch.testing.assert_close(flat(prior.mean), torch.zeros_like(flat(prior.mean)) + center)
+            delta = flat(dict(model.named_parameters())) - center
             torch.testing.assert_close(holdfast.penalty(model, prior), 1.5 * delta.square().sum())
 
     def test_a_prior_takes_no_memory_until_something_is_added(self):
@@ -97,7 +97,7 @@ class TestConsolidate:
         posterior = holdfast.consolidate(holdfast.prior(model), model, fisher(model))
         before = posterior.id
         with pytest.raises(holdfast.MismatchError, match="Dense"):
-            holdfast.consolidate_(posterior, model, fisher(model, structure=holdfast.dense_fisher))
+            holdfast.consolidate_(posterior, model, fisher(model, 1, structure=holdfast.dense_fisher))
         assert posterior.id == before
 
     def test_a_fisher_taken_at_other_weights_is_refused(self):
@@ -107,6 +107,14 @@ class TestConsolidate:
             model[2].bias[1] += 1e-6
         with pytest.raises(holdfast.MismatchError, match=r"other weights.*`2.bias`"):
             holdfast.consolidate(holdfast.prior(model), model, stale)
+
+    def test_the_same_evidence_twice_is_refused(self):
+        """As when a cell of a notebook is run again."""
+        model = CASE.model()
+        once = holdfast.consolidate(holdfast.prior(model), model, fisher(model))
+        for again in (fisher(model), 3 * fisher(model), fisher(model, structure=holdfast.dense_fisher)):
+            with pytest.raises(holdfast.MismatchError, match="already in the posterior"):
+                holdfast.consolidate(once, model, again)
 
     def test_a_new_head_joins_the_posterior(self):
         body = relu_mlp().double()
@@ -125,7 +133,7 @@ class TestConsolidate:
     @pytest.mark.parametrize("decay", [-0.1, 1.1, float("nan")])
     def test_bad_decay_is_refused(self, decay):
         model = CASE.model()
-        with pytest.raises(holdfast.ArgumentError, match="between 0 and 1"):
+        with pytest.raises(holdfast.ArgumentError, match="decay"):
             holdfast.consolidate(holdfast.prior(model), model, fisher(model), decay=decay)
 
     def test_another_models_posterior_is_refused_with_the_names(self):
@@ -206,6 +214,8 @@ class TestMerge:
     def test_one_posterior_or_shapes_that_differ_are_refused(self):
         with pytest.raises(holdfast.ArgumentError, match="at least two"):
             holdfast.merge(trained(0))
+        with pytest.raises(holdfast.MismatchError, match=r"different models: one has `0.weight`.*the other `weight`"):
+            holdfast.merge(trained(0), holdfast.prior(nn.Linear(5, 6), precision=1.0))
         other = nn.Sequential(nn.Linear(7, 6)).double()
         with pytest.raises(holdfast.MismatchError, match=r"`0.weight` has shape"):
             holdfast.merge(trained(0), holdfast.prior(other, precision=1.0))

@@ -143,9 +143,9 @@ def test_names_keep_their_order_so_that_a_seed_draws_the_same_sample_after_a_rou
 def test_what_was_learned_from_data_is_the_same_after_a_round_trip(path):
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
     model(torch.randn(8, 3))
-    batches = [(torch.randn(5, 3), torch.randint(0, 2, (5,)))]
     before = holdfast.prior(model, precision=0.1)
     for _ in range(2):
+        batches = [(torch.randn(5, 3), torch.randint(0, 2, (5,)))]
         fisher = holdfast.diagonal_fisher(model, batches, holdfast.categorical)
         before = holdfast.consolidate(before, model, fisher, decay=0.5)
     kept = Memory.of(before, model)

@@ -13,6 +13,7 @@ import torch
 
 from . import __version__
 from .errors import HoldfastError
+from .posterior import Memory
 from .posterior import merge as merged
 from .storage import inspect as inspected
 from .storage import load, save
@@ -25,7 +26,7 @@ try:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
     from rich.table import Table
 except ImportError as missing:  # the core installs without them
-    sys.exit(f"The holdfast command needs {missing.name}: pip install 'holdfast[cli]'")
+    sys.exit(f"The holdfast command needs {missing.name}: install holdfast with its `cli` extra.")
 
 if TYPE_CHECKING:
     from .bench.digits import Digits
@@ -60,13 +61,13 @@ def demo(
     seeds: Annotated[int, typer.Option(min=1, max=50, help="How many times to repeat everything.")] = 3,
     epochs: Annotated[int, typer.Option(min=1, max=1000, help="Passes over each task's data.")] = 15,
 ) -> None:
-    """Learn five conflicting tasks in turn, with and without a hold, and show what is forgotten."""
+    """Learn conflicting tasks in turn, with and without a hold, and show what is forgotten."""
     try:
         import jinja2  # noqa: F401
         import matplotlib  # noqa: F401
         import sklearn  # noqa: F401
     except ImportError as missing:
-        sys.exit(f"The demo needs {missing.name}: pip install 'holdfast[cli,bench,report]'")
+        sys.exit(f"The demo needs {missing.name}: install holdfast with its `cli`, `bench` and `report` extras.")
 
     from .bench.digits import STRENGTHS, Digits
     from .bench.methods import Training
@@ -127,12 +128,18 @@ def merge(
 ) -> None:
     """Multiply memories of one model, made apart, into one."""
 
-    def work() -> None:
+    if out.resolve() in {file.resolve() for file in files}:
+        sys.exit(f"{out} is one of the files to merge. Write to another.")
+
+    def work() -> list[Memory]:
         parts = [load(file) for file in files]
         save(merged(*parts, base=None if base is None else load(base)), out)
+        return parts
 
-    _or_exit(work)
+    parts = _or_exit(work)
     console.print(f"Wrote [bold]{out}[/bold].", soft_wrap=True)
+    if any(part.buffers for part in parts):
+        console.print("Buffers (BatchNorm statistics) have no product and were left out: recompute them.")
 
 
 def main() -> None:
@@ -152,7 +159,7 @@ def _print_results(runs: list[Run]) -> None:
     grids = []
     for name, group in by_method(runs).items():
         table.add_row(name, *(_percent([getattr(run, key) for run in group]) for key in measures.values()))
-        grid = Table(title=name, box=None, show_header=False, padding=(0, 1))
+        grid = Table(title=name, box=None, show_header=False, padding=(0, 1), min_width=len(name))
         for _ in range(count):
             grid.add_column(justify="right")
         for after in range(count):
@@ -160,7 +167,7 @@ def _print_results(runs: list[Run]) -> None:
             grid.add_row(*(f"[{'bold' if task <= after else 'dim'}]{value:.0f}[/]" for task, value in enumerate(row)))
         grids.append(grid)
     console.print(table)
-    console.print("Per cent right: a row after each task learned, a column for each task tested.\n")
+    console.print("Percent right: a row after each task learned, a column for each task tested.\n")
     console.print(Columns(grids, padding=(1, 3)))
     console.print()
 
@@ -181,7 +188,8 @@ def _demo_page(experiment: Digits, runs: list[Run], chosen: str, seconds: float)
             "method but joint training may look at old data.",
             "Elastic weight consolidation keeps, instead of the data, how much each weight mattered (its Fisher "
             "information), and holds the weights that did. At strength 1 an old example counts as much as a new one. "
-            f"A diagonal leaves out what weights know together, so a stronger hold does better here: {chosen}.",
+            "A diagonal leaves out what weights know together, and a stronger hold can make up for part of that: "
+            f"{chosen}.",
         ],
         facts=[
             ("command", f"holdfast demo --tasks {tasks} --seeds {seeds} --epochs {training.epochs}"),

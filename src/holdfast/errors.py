@@ -1,5 +1,8 @@
 """What can go wrong, by kind: every error of the library is a `HoldfastError` and says what to do."""
 
+import math
+from numbers import Real
+
 
 class HoldfastError(Exception):
     """The root of every error raised on purpose."""
@@ -31,3 +34,12 @@ class MemoryFileError(HoldfastError, OSError):
 
 class HoldfastWarning(UserWarning):
     """Something that is allowed, and probably not meant."""
+
+
+def require_number(value: object, what: str, *, positive: bool = False) -> float:
+    """`value` as a finite float, zero or more (or more than zero); raises, saying what it should have been."""
+    number = float(value) if isinstance(value, Real) else math.nan
+    if not math.isfinite(number) or number < 0 or (positive and number == 0):
+        got = repr(value) if isinstance(value, (Real, str)) else type(value).__name__
+        raise ArgumentError(f"{what} must be a finite number {'> 0' if positive else '≥ 0'}, got {got}.")
+    return number

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable, Sequence
+from os import PathLike
 from types import TracebackType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .errors import ArgumentError, HoldfastWarning, InertError, MismatchError
+from .errors import ArgumentError, HoldfastWarning, InertError, MismatchError, require_number
 from .params import all_parameters
 from .penalty import Quadratic, Term
 from .posterior import Memory, Posterior, as_posterior
+from .precision import Precision
 
 # How many steps may leave every pulled parameter unchanged (tiny steps can round to nothing) before it is an error.
 _PATIENCE = 3
@@ -37,26 +38,28 @@ def hold(
 ) -> Handle:
     """Hold `model` to `posterior` while `optimizer` trains it, in any loop: nll.mean() + strength · penalty / num_data.
 
-    `num_data` is the size of the new data, in the posterior's unit (`unit="token"` for language models). At
-    strength 1 an old example counts as much as a new one. The gradient enters at the optimizer's step, after
-    accumulation and clipping. Use it as a context manager, or keep the handle and call `remove()`.
+    `num_data` is the number of new examples, `len(loader.dataset)` and not `len(loader)`, or of tokens with
+    `unit="token"` if that is what the posterior counts. At strength 1 an old example counts as much as a new one. The
+    gradient enters at the optimizer's step, after accumulation and clipping. Several optimizers, and several
+    posteriors or terms, are given as lists. Use it as a context manager, or keep the handle and call `remove()`.
 
         with holdfast.hold(optimizer, model, posterior, num_data=len(dataset)):
             train(model, optimizer, loader)
     """
-    if not (math.isfinite(num_data) and num_data > 0):
-        raise ArgumentError(f"num_data is the number of new examples and must be positive, got {num_data}.")
+    if not isinstance(model, nn.Module):
+        raise ArgumentError(f"hold takes the optimizer, then the model; got {type(model).__name__} as the model.")
+    count = require_number(num_data, "num_data, the number of new examples (len(loader.dataset)),", positive=True)
     terms = [_as_term(each, model) for each in (posterior if isinstance(posterior, Sequence) else [posterior])]
     for term in terms:
         if term.unit and term.unit != unit:
             raise MismatchError(
-                f"this memory counts {term.unit}s, and num_data={num_data:g} is said to count {unit}s. Give the number "
-                f"of {term.unit}s in the new data, and unit={term.unit!r}."
+                f"this memory counts in units of {term.unit!r}, and num_data={count:g} is said to count in "
+                f"{unit!r}. Give the number of {term.unit}s in the new data, and unit={term.unit!r}."
             )
     optimizers = [_innermost(each) for each in (optimizer if isinstance(optimizer, Sequence) else [optimizer])]
     if not optimizers or not terms:
         raise ArgumentError("hold needs at least one optimizer and one posterior.")
-    handle = Handle(optimizers, model, terms, float(num_data), strength)
+    handle = Handle(optimizers, model, terms, count, strength)
     handle._attach()
     return handle
 
@@ -71,7 +74,7 @@ class Handle:
         self._model = model
         self._terms = terms
         self._num_data = num_data
-        self.strength = strength
+        self._strength = require_number(strength, "strength")
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._steps = 0
         self._held = self._lookup()
@@ -85,9 +88,7 @@ class Handle:
 
     @strength.setter
     def strength(self, value: float) -> None:
-        if not (math.isfinite(value) and value >= 0):
-            raise ArgumentError(f"strength must be a finite number ≥ 0, got {value}.")
-        self._strength = float(value)
+        self._strength = require_number(value, "strength")
 
     @property
     def penalty(self) -> float:
@@ -123,6 +124,8 @@ class Handle:
             )
 
     def __enter__(self) -> Handle:
+        if not self._hooks:
+            raise InertError("this hold was removed and would do nothing. Call holdfast.hold again.")
         return self
 
     def __exit__(
@@ -138,7 +141,7 @@ class Handle:
             if optimizer in _held_by:
                 raise ArgumentError(
                     "this optimizer is already held, and both penalties would act. Call remove() on the first handle "
-                    "(or leave its `with` block); to hold to several posteriors, merge them."
+                    "(or leave its `with` block); to hold to several posteriors, give hold a list of them."
                 )
         self._require_reach()
         self._warn_of_weight_decay()
@@ -266,7 +269,14 @@ def _as_term(held: Held, model: nn.Module) -> Term:
     """The term for a posterior, on the model's device if it has one device; terms as they are."""
     if not isinstance(held, (Posterior, Memory)):
         if not hasattr(held, "add_gradient_"):
-            raise ArgumentError(f"a Posterior, a Memory or a term is needed, got {type(held).__name__}.")
+            cure = (
+                " Make a posterior of it: consolidate(prior(model), model, fisher)."
+                if isinstance(held, Precision)
+                else " Read it from its file: holdfast.load(path)."
+                if isinstance(held, (str, PathLike))
+                else ""
+            )
+            raise ArgumentError(f"a Posterior, a Memory or a term is needed, got {type(held).__name__}.{cure}")
         return held
     devices = {parameter.device for parameter in model.parameters()}
     posterior = as_posterior(held)

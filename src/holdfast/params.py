@@ -152,9 +152,9 @@ def matched(
     if wanted and len(missing) == len(wanted):
         raise InertError(
             "no parameter of the memory is in this model, so nothing would be held. "
-            f"The memory has {_some(wanted)}; the model has {_some(found)}."
+            f"The memory has {some(wanted)}; the model has {some(found)}."
         )
-    wrong = [f"it has {_some(missing)}, which the model lacks"] if missing else []
+    wrong = [f"it has {some(missing)}, which the model lacks"] if missing else []
     smaller = larger = False
     for name, want in wanted.items():
         got = found[name].shape if name in found else want
@@ -165,7 +165,7 @@ def matched(
     for name, more in (ties or {}).items():
         parted = [other for other in more if name in found and other in found and found[other] is not found[name]]
         if parted:
-            wrong.append(f"`{name}` and {_some(parted)} were one parameter when the memory was made and are not now")
+            wrong.append(f"`{name}` and {some(parted)} were one parameter when the memory was made and are not now")
     if wrong:
         cure = (
             " If layers grew, call posterior.expanded(model) first."
@@ -180,7 +180,7 @@ def require_shapes(got: Mapping[str, torch.Size], want: Mapping[str, torch.Size]
     """Raise unless everything named in `got` is in `want`, with the same shape."""
     unknown = [name for name in got if name not in want]
     if unknown:
-        raise MismatchError(f"{what} has {_some(unknown)}, which {than} lacks.")
+        raise MismatchError(f"{what} has {some(unknown)}, which {than} lacks.")
     for name, shape in got.items():
         if shape != want[name]:
             raise MismatchError(f"`{name}` has shape {tuple(shape)} in {what} and {tuple(want[name])} in {than}.")
@@ -190,7 +190,8 @@ def _contains(large: torch.Size, small: torch.Size) -> bool:
     return len(large) == len(small) and all(a >= b for a, b in zip(large, small, strict=True))
 
 
-def _some(names: Mapping[str, object] | list[str], limit: int = 6) -> str:
+def some(names: Mapping[str, object] | list[str], limit: int = 6) -> str:
+    """The first names, for an error."""
     listed = [f"`{name}`" for name in list(names)[:limit]]
     rest = len(names) - len(listed)
     return ", ".join(listed) + (f" and {rest} more" if rest > 0 else "") if listed else "nothing"

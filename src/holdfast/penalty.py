@@ -20,7 +20,7 @@ from .precision.base import inner
 def penalty(model: nn.Module, posterior: Posterior | Memory) -> Tensor:
     """½ (θ−μ)ᵀΛ(θ−μ) in nats, differentiable in the model's parameters.
 
-    The Bayes objective for a mean loss over N new examples is `nll.mean() + penalty / N`. Inside a trainer prefer
+    The Bayes objective for a mean loss over N new examples (or tokens) is `loss + penalty / N`. Inside a trainer prefer
     `hold`, which is right under gradient accumulation, clipping and mixed precision too.
     """
     posterior = as_posterior(posterior)

@@ -89,8 +89,10 @@ def _opened(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, lis
             shapes = {name: list(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     except MemoryFileError:
         raise
-    except (OSError, SafetensorError) as error:
+    except SafetensorError as error:
         raise MemoryFileError(f"{path} cannot be read: {error}. It may be damaged, or not a memory at all.") from error
+    except OSError as error:
+        raise MemoryFileError(f"{path} cannot be read: {error.strerror or error}.") from error
     if _KEY not in metadata:
         raise MemoryFileError(f"{path} is a safetensors file, but not a holdfast memory: it has no '{_KEY}' entry.")
     try:
@@ -100,7 +102,7 @@ def _opened(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, lis
         raise MemoryFileError(f"{path}: its description is not valid ({type(error).__name__}: {error}).") from error
     if version > FORMAT:
         raise MemoryFileError(
-            f"{path} has format {version}; this holdfast reads up to {FORMAT}. Update it: pip install -U holdfast."
+            f"{path} has format {version}; this holdfast reads up to {FORMAT}. Update holdfast to read it."
         )
     return facts, shapes
 

@@ -1,6 +1,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import TensorDataset
 
 import holdfast
 from cases import CASES, Case, DataParallel, PositionsLookLikeExamples, relu_mlp, vectors
@@ -17,14 +18,14 @@ TWO_CUTS = (5, 2)
 def drawn(case: Case, batches: list, seed: int = 0) -> list:
     """The batches with the labels that `targets="sampled"` draws from the model."""
     model, scoring = case.model().eval(), Scoring(case.likelihood, "sampled", seed)
-    labelled = []
+    labeled = []
     for batch in read(batches, model):
         batch, _ = scoring.counted(run(model, batch, case.forward), batch)
         content = batch.content
-        labelled.append(
+        labeled.append(
             {**content, "labels": batch.target} if isinstance(content, dict) else (*content[:-1], batch.target)
         )
-    return labelled
+    return labeled
 
 
 @pytest.mark.parametrize(("case", "targets"), RUNS, ids=lambda v: str(v))
@@ -238,6 +239,37 @@ def test_bad_batches_are_named(function, batches, message):
     kwargs = {} if function is holdfast.diagonal_hessian else {"targets": "observed"}
     with pytest.raises(holdfast.DataError, match=message):
         function(relu_mlp().double(), batches, holdfast.categorical, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("batches", "message"),
+    [
+        (TensorDataset(torch.zeros(3, 5), torch.zeros(3, dtype=torch.long)), "DataLoader"),
+        ((torch.zeros(3, 5), torch.zeros(3, dtype=torch.long)), r"this is one batch"),
+        ({"x": torch.zeros(3, 5)}, r"this is one batch"),
+        (None, "got NoneType"),
+        ([{"x": torch.zeros(3, 5), "labels": torch.zeros(3, dtype=torch.long)}], r"keys \['x'\].*forward="),
+        ([(torch.zeros(3, 5), torch.zeros(3, 5), torch.zeros(3, dtype=torch.long))], "could not be called"),
+    ],
+)
+def test_what_is_not_batches_is_named(batches, message):
+    with pytest.raises(holdfast.DataError, match=message):
+        holdfast.diagonal_fisher(relu_mlp(), batches, holdfast.categorical)
+
+
+@pytest.mark.parametrize(
+    ("likelihood", "target"),
+    [
+        (holdfast.bernoulli, torch.tensor([0, 1, 2])),
+        (holdfast.gaussian(), torch.tensor([0, 1, 2])),
+        (holdfast.categorical, torch.tensor([[0], [1], [2]])),
+        (holdfast.categorical, torch.tensor([0, 1, 3])),
+    ],
+)
+@pytest.mark.parametrize("targets", ["expected", "sampled", "observed"])
+def test_labels_that_do_not_fit_the_likelihood_are_refused_even_if_they_are_not_needed(likelihood, target, targets):
+    with pytest.raises(holdfast.DataError, match="batch 0"):
+        holdfast.diagonal_fisher(relu_mlp(), [(torch.zeros(3, 5), target)], likelihood, targets=targets)
 
 
 def test_a_gradient_that_is_not_finite_names_batch_and_parameter_and_changes_nothing():

@@ -107,7 +107,7 @@ def test_samples_have_the_inverse_as_covariance(precision):
 
 
 def test_scaling_scales_the_matrix_and_the_data(precision):
-    for scaled in (2.5 * precision, precision * 2.5):
+    for scaled in (2.5 * precision, precision * 2.5, precision / 0.4):
         torch.testing.assert_close(scaled.dense(), 2.5 * precision.dense())
         assert scaled.num_data == pytest.approx(2.5 * precision.num_data)
     assert (0 * precision).is_zero()
@@ -194,7 +194,7 @@ def test_values_that_are_no_precision_are_refused():
     with pytest.raises(ArgumentError, match="floating"):
         Diagonal({"w": torch.tensor([1, 2])})
     for factor in (-1.0, float("nan"), float("inf")):
-        with pytest.raises(ArgumentError, match="scaled by a finite number"):
+        with pytest.raises(ArgumentError, match="multiplied by must be a finite number ≥ 0"):
             factor * diagonal(1)
     with pytest.raises(TypeError):
         diagonal(1) + 1

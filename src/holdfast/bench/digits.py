@@ -31,7 +31,7 @@ class Digits:
     @property
     def rounds(self) -> int:
         """How many tasks are learned in all, for a progress bar."""
-        return (2 * len(STRENGTHS) + 6 * self.tasks) * self.seeds
+        return (2 * len(STRENGTHS) + 6 * self.tasks) * self.seeds  # one method less where strength 1 is chosen
 
     def run(self, progress: Callable[[str], None] = lambda learned: None) -> tuple[float, list[Run]]:
         """The strength chosen on validation data, and all runs. `progress` is called after each task learned."""

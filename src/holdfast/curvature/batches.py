@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.data import Dataset, IterableDataset
 
 from ..errors import DataError
 
 Forward = Callable[[nn.Module, Any], Any]
 
-_LABELS = ("labels", "label", "label_ids", "targets", "target")
+_LABELS = ("labels", "label", "label_ids", "targets", "target", "y")
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ class Batch:
 
 def read(batches: Iterable[Any], model: nn.Module) -> Iterator[Batch]:
     """The batches one after another, checked, on the device of the model's first parameter."""
+    _require_batches(batches)
     device = next(model.parameters()).device
     index = -1
     for index, content in enumerate(batches):
@@ -81,12 +83,20 @@ def run(model: nn.Module, batch: Batch, forward: Forward | None) -> Any:
     """The model's output: its logits where it returns an object that has them."""
     if forward is not None:
         return forward(model, batch.content)
-    if isinstance(batch.inputs, Mapping):
-        output = model(**batch.inputs)
-    elif isinstance(batch.inputs, (tuple, list)):
-        output = model(*batch.inputs)
-    else:
-        output = model(batch.inputs)
+    try:
+        if isinstance(batch.inputs, Mapping):
+            output = model(**batch.inputs)
+        elif isinstance(batch.inputs, (tuple, list)):
+            output = model(*batch.inputs)
+        else:
+            output = model(batch.inputs)
+    except TypeError as error:
+        form = f"keys {sorted(batch.inputs)}" if isinstance(batch.inputs, Mapping) else "its inputs"
+        raise DataError(
+            f"batch {batch.index}: the model could not be called with {form} ({error}). Labels are taken from the last "
+            f"element of a tuple, or from one of the keys {', '.join(_LABELS)}; for other calls give forward=lambda "
+            "model, batch: ..."
+        ) from error
     if isinstance(output, Mapping):
         return output.get("logits", output)
     return getattr(output, "logits", output)
@@ -105,6 +115,19 @@ def require_rows(output: Any, batch: Batch) -> None:
         clean = all(bool(tensor.isfinite().all()) for tensor in batch.tensors if tensor.is_floating_point())
         cause = "though the batch itself is finite" if clean else "because the batch itself is not"
         raise DataError(f"batch {batch.index}: the model's output is not finite, {cause}. Nothing was changed.")
+
+
+def _require_batches(batches: Any) -> None:
+    """Raise for what people give instead of an iterable of batches."""
+    if isinstance(batches, Dataset) and not isinstance(batches, IterableDataset):
+        raise DataError(
+            f"{type(batches).__name__} holds single examples: wrap it, DataLoader(dataset, batch_size=256)."
+        )
+    whole = isinstance(batches, tuple) and len(batches) > 1 and all(isinstance(part, Tensor) for part in batches)
+    if whole or isinstance(batches, (Tensor, Mapping)):
+        raise DataError("an iterable of batches is needed, and this is one batch: give a list, [(inputs, targets)].")
+    if not isinstance(batches, Iterable):
+        raise DataError(f"an iterable of batches is needed, such as a DataLoader, got {type(batches).__name__}.")
 
 
 def _parted(index: int, content: Any, size: int) -> Batch:

@@ -31,8 +31,9 @@ class Scoring:
     def __init__(self, likelihood: Likelihood, targets: Targets | None, seed: int) -> None:
         if not isinstance(likelihood, Likelihood):
             raise ArgumentError(
-                f"a likelihood is needed, such as holdfast.categorical, got {likelihood!r}. For a loss function of "
-                "your own use holdfast.custom(function)."
+                f"a likelihood is needed, got {likelihood!r}. Give holdfast.categorical for cross-entropy, "
+                "holdfast.bernoulli for binary cross-entropy, holdfast.gaussian(scale) for squared error, "
+                "holdfast.tokens(shift=...) for language models, or holdfast.custom(function) for anything else."
             )
         if targets not in (None, "expected", "sampled", "observed"):
             raise ArgumentError(f"targets must be 'expected', 'sampled' or 'observed', got {targets!r}.")
@@ -49,11 +50,11 @@ class Scoring:
             self.targets = self.targets or self.likelihood.default_targets(output)
             if self.targets == "observed" and batch.target is None:
                 raise DataError("targets='observed' needs labels, and there are none. Give (inputs, targets).")
+            if batch.target is not None:
+                self.likelihood.require(output, batch.target)
             if self.targets == "sampled":
                 drawn = self.likelihood.sampled(detached(output, self.likelihood), batch.target, self._generator)
                 batch = replace(batch, target=drawn)
-            if self.targets != "expected":
-                self.likelihood.require(output, batch.target)
             losses = self.losses(output, batch.target)
         except DataError as error:
             raise DataError(f"batch {batch.index}: {error}") from error

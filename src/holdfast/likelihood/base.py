@@ -35,7 +35,8 @@ class Likelihood(abc.ABC):
 
     @abc.abstractmethod
     def nll(self, output: Any, target: Any) -> Tensor:
-        """−log p(target | output) of each example, (batch,). Its mean is the loss that strength 1 is made for."""
+        """−log p(target | output) of each example, (batch,). Summed over a batch and divided by its `count`, it is the
+        loss that strength 1 is made for: the mean over examples, or over tokens."""
 
     @abc.abstractmethod
     def default_targets(self, output: Any) -> str:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..errors import ArgumentError, DataError
+from ..errors import DataError, require_number
 from .base import Likelihood, as_tensor, few_or_many, found, uniform
 
 
@@ -49,12 +49,11 @@ class Gaussian(Likelihood):
     scale: float = 1.0
 
     def __post_init__(self) -> None:
-        if not (self.scale > 0 and math.isfinite(self.scale)):
-            raise ArgumentError(f"gaussian needs a positive, finite scale (a standard deviation), got {self.scale}.")
+        require_number(self.scale, "the scale of a gaussian, a standard deviation,", positive=True)
 
     @property
     def name(self) -> str:
-        return f"gaussian(scale={self.scale!r})"
+        return f"gaussian(scale={float(self.scale)!r})"
 
     def nll(self, output: Any, target: Any) -> Tensor:
         output, target = _alike(output, target, self.name)
@@ -83,7 +82,7 @@ bernoulli = Bernoulli()
 
 def gaussian(scale: float = 1.0) -> Gaussian:
     """Regression with noise of standard deviation `scale` in every output."""
-    return Gaussian(float(scale))
+    return Gaussian(scale)
 
 
 def _alike(output: Any, target: Any, name: str) -> tuple[Tensor, Tensor]:

@@ -19,7 +19,7 @@ class Tokens(Likelihood):
 
     `shift=True`: the output at position t is for the label at t+1 (labels are the inputs, as Hugging Face's causal
     models take them). `shift=False`: outputs and labels already stand side by side (masked language models,
-    tagging). Positions labelled `ignore_index` do not count. A sequence's score is squared whole.
+    tagging). Positions labeled `ignore_index` do not count. A sequence's score is squared whole.
     """
 
     shift: bool

@@ -9,14 +9,14 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
-from ..errors import ArgumentError, MismatchError
+from ..errors import ArgumentError, MismatchError, require_number
 from ..identity import digest, fingerprint
 from ..params import aliases, buffers, matched, require_shapes, shapes, trainable
 from ..precision import Diagonal, Precision, SignedDiagonal, Source
 from ..precision.base import grown, require_finite
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Posterior:
     """p(θ | data) ≈ N(mean, precision⁻¹) over named parameters.
 
@@ -37,6 +37,9 @@ class Posterior:
         if isinstance(self.precision, SignedDiagonal):
             raise ArgumentError("a Hessian's diagonal may be negative: give its .precision() or its .clamped().")
         require_shapes(self.precision.shapes, shapes(self.mean), what="the precision", than="the mean")
+
+    def __repr__(self) -> str:
+        return f"Posterior({self.precision!r} over {len(self.mean)} parameters)"
 
     @property
     def num_data(self) -> float:
@@ -75,8 +78,8 @@ class Posterior:
                 "over all of them. Start from a proper prior: holdfast.prior(model, precision=...)."
             )
         size = sum(mean.numel() for mean in self.mean.values())
-        normaliser = 0.5 * self.precision.logdet() - 0.5 * size * math.log(2 * math.pi)
-        return normaliser - 0.5 * self.precision.quadratic(self.delta(params))
+        normalizer = 0.5 * self.precision.logdet() - 0.5 * size * math.log(2 * math.pi)
+        return normalizer - 0.5 * self.precision.quadratic(self.delta(params))
 
     def sample(self, generator: torch.Generator | None = None) -> dict[str, Tensor]:
         """Parameters drawn from the posterior; those it does not cover stay at the mean."""
@@ -84,7 +87,7 @@ class Posterior:
         return {name: mean + noise[name] if name in noise else mean.clone() for name, mean in self.mean.items()}
 
     def expanded(self, model: nn.Module) -> Posterior:
-        """The posterior for a model whose parameters grew: new entries are free, and centred where the model is.
+        """The posterior for a model whose parameters grew: new entries are free, and centered where the model is.
 
         Growth is at the end of an axis, as when classes or tokens are added to a head or an embedding.
         """
@@ -98,7 +101,7 @@ class Posterior:
         return replace(self, mean=mean, precision=self.precision.to(device, dtype))
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Memory:
     """What is kept of a model and its data: the posterior, and the buffers (BatchNorm statistics) it ran with."""
 
@@ -109,6 +112,9 @@ class Memory:
         for name, value in self.buffers.items():
             if value.is_floating_point():
                 require_finite(f"buffer {name}", value)
+
+    def __repr__(self) -> str:
+        return f"Memory({self.posterior!r}, {len(self.buffers)} buffers)"
 
     @property
     def mean(self) -> dict[str, Tensor]:
@@ -150,18 +156,20 @@ def as_posterior(memory: Posterior | Memory) -> Posterior:
     if isinstance(memory, Memory):
         return memory.posterior
     if not isinstance(memory, Posterior):
-        raise ArgumentError(f"a Posterior or a Memory is needed, got {type(memory).__name__}.")
+        raise ArgumentError(
+            f"a Posterior or a Memory is needed, got {type(memory).__name__}. A Fisher becomes one by "
+            "consolidate(prior(model), model, fisher), a file by holdfast.load(path)."
+        )
     return memory
 
 
 def prior(model: nn.Module, precision: float = 0.0, mean: float | Mapping[str, Tensor] | None = None) -> Posterior:
-    """Where learning starts: flat (it holds nothing), or ℓ₂ towards this model, a number, or a given mean.
+    """Where learning starts: flat (it holds nothing), or ℓ₂ toward this model, a number, or a given mean.
 
     >>> prior(nn.Linear(2, 1), precision=0.1, mean=0.0).mean["bias"]
     tensor([0.])
     """
-    if not (math.isfinite(precision) and precision >= 0):
-        raise ArgumentError(f"a prior's precision must be a finite number ≥ 0, got {precision}.")
+    precision = require_number(precision, "a prior's precision")
     params = trainable(model)
     if mean is None:
         means = {name: kept(p) for name, p in params.items()}

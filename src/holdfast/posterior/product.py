@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ArgumentError, MismatchError
-from ..params import require_shapes, shapes
+from ..params import require_shapes, shapes, some
 from ..precision.base import added
 from .gaussian import Memory, Posterior, as_posterior
 
@@ -23,7 +23,9 @@ def merge(*posteriors: Posterior | Memory, base: Posterior | Memory | None = Non
     product: merging memories gives a Posterior.
     """
     if len(posteriors) < 2:
-        raise ArgumentError(f"merging takes at least two posteriors, got {len(posteriors)}.")
+        raise ArgumentError(
+            f"merging takes at least two posteriors, got {len(posteriors)}. Unpack a list: merge(*list)."
+        )
     first = as_posterior(posteriors[0])
     like = next(iter(first.mean.values()))
     parts = [as_posterior(posterior).to(like.device, like.dtype) for posterior in posteriors]
@@ -33,6 +35,7 @@ def merge(*posteriors: Posterior | Memory, base: Posterior | Memory | None = Non
     # The last word on what is free; everything else is counted from here, so that it stays there exactly.
     mean = {name: value for part in parts for name, value in part.mean.items()}
     for part in parts:
+        _require_same_model(part, parts[-1])
         require_shapes(shapes(part.mean), shapes(mean), what="one posterior", than="another")
     precision = parts[0].precision
     for part in parts[1:]:
@@ -48,9 +51,17 @@ def merge(*posteriors: Posterior | Memory, base: Posterior | Memory | None = Non
     return Posterior(moved, precision, ties, tuple(part.id for part in parts))
 
 
-def _pull(part: Posterior, centre: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Λₜ(μₜ − centre)."""
-    return part.precision.matvec({name: value - centre[name] for name, value in part.mean.items()})
+def _pull(part: Posterior, center: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Λₜ(μₜ − center)."""
+    return part.precision.matvec({name: value - center[name] for name, value in part.mean.items()})
+
+
+def _require_same_model(part: Posterior, last: Posterior) -> None:
+    """Raise unless two posteriors share a parameter; one may cover parameters that the other lacks (a new head)."""
+    if not set(part.mean) & set(last.mean):
+        raise MismatchError(
+            f"these posteriors are of different models: one has {some(part.mean)}, the other {some(last.mean)}."
+        )
 
 
 def _require_counted_once(parts: Sequence[Posterior], base: Posterior | None) -> None:
@@ -59,9 +70,13 @@ def _require_counted_once(parts: Sequence[Posterior], base: Posterior | None) ->
     known = {} if base is None else {source.id: source for source in base.sources}
     repeated = [source for part in parts for source in part.sources if seen[source.id] > 1 and source.id not in known]
     if repeated:
+        cure = (
+            "If they started from one posterior, name it: merge(a, b, base=that_posterior)."
+            if base is None
+            else "The base given is not the last posterior they have in common."
+        )
         raise MismatchError(
-            f"these posteriors share evidence ({repeated[0]}), which the product would count twice. If they started "
-            "from one posterior, name it: merge(a, b, base=that_posterior)."
+            f"these posteriors share evidence ({repeated[0]}), which the product would count twice. {cure}"
         )
     for part in parts:
         held = {source.id: source.factor for source in part.sources}

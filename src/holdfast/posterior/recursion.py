@@ -1,4 +1,4 @@
-"""One task after another: p(θ | D₁, D₂) ∝ p(D₂ | θ) p(θ | D₁), re-centred at the new optimum."""
+"""One task after another: p(θ | D₁, D₂) ∝ p(D₂ | θ) p(θ | D₁), re-centered at the new optimum."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import TypeVar
 
 from torch import nn
 
-from ..errors import ArgumentError, MismatchError
+from ..errors import ArgumentError, MismatchError, require_number
 from ..identity import fingerprints
 from ..params import aliases, all_parameters, matched, shapes
 from ..precision import Diagonal, Precision, SignedDiagonal
@@ -67,9 +67,15 @@ def _checked(posterior: Posterior, model: nn.Module, fisher: Precision, decay: f
         raise ArgumentError(
             f"consolidate takes a precision, such as diagonal_fisher(...) gives, got {type(fisher).__name__}."
         )
-    if not 0 <= decay <= 1:
-        raise ArgumentError(f"decay is the share of the old precision that is kept, between 0 and 1; got {decay}.")
+    if require_number(decay, "decay") > 1:
+        raise ArgumentError(f"decay is the share of the old precision that is kept, at most 1; got {decay}.")
     params = matched(model, {**fisher.shapes, **shapes(posterior.mean)}, ties=posterior.ties)
+    again = {source.id for source in fisher.sources} & {source.id for source in posterior.sources}
+    if again:
+        raise MismatchError(
+            "this Fisher is already in the posterior, and would count twice. Was the same line run again? Fishers of "
+            "separate parts of one model on the same data are added first: consolidate(posterior, model, a + b)."
+        )
     now = fingerprints(all_parameters(model))
     for source in fisher.sources:
         moved = [name for name, then in source.weights.items() if now.get(name) != then]

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import abc
-import math
 from collections.abc import Iterable, Mapping
+from numbers import Real
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from ..errors import ArgumentError, MismatchError, SingularError
+from ..errors import ArgumentError, MismatchError, SingularError, require_number
 from .source import Source
 
 # A matrix over more entries than this is refused: in float32 it would take over a gigabyte.
@@ -135,14 +135,20 @@ class Precision(abc.ABC):
         return rest
 
     def __mul__(self, factor: object) -> Self:
-        if not isinstance(factor, (int, float)):
+        if not isinstance(factor, Real):
             return NotImplemented
-        if not (math.isfinite(factor) and factor >= 0):
-            raise ArgumentError(f"a precision can be scaled by a finite number ≥ 0, got {factor}.")
-        return self.scaled(float(factor))
+        return self.scaled(require_number(factor, "what a precision is multiplied by"))
 
     def __rmul__(self, factor: object) -> Self:
         return self * factor
+
+    def __truediv__(self, divisor: object) -> Self:
+        return self * (1 / require_number(divisor, "what a precision is divided by", positive=True))
+
+    def __repr__(self) -> str:
+        entries = sum(shape.numel() for shape in self.shapes.values())
+        data = f"{self.num_data:g} {self.unit}s" if self.unit else "no data"
+        return f"{type(self).__name__}({entries:,} entries of {len(self.shapes)} parameters, {data})"
 
 
 def inner(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> Tensor:

@@ -15,7 +15,7 @@ from .diagonal import Diagonal
 from .source import Source, joined, parted, thinned
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Dense(Precision):
     """Λ as one symmetric matrix over the flattened parameters, in the order of `layout`."""
 

@@ -66,7 +66,7 @@ class _Entrywise(Precision):
         return self._with(entries, self.sources)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Diagonal(_Entrywise):
     """Λ = diag(entries), entries ≥ 0.
 
@@ -139,7 +139,7 @@ class Diagonal(_Entrywise):
             raise singular(what, (f"{count} entries of `{name}`" for name, count in dead.items() if count))
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class SignedDiagonal(_Entrywise):
     """The diagonal of a Hessian as it was found, negative entries included. Not a precision until it is one.
 

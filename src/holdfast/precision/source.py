@@ -13,7 +13,7 @@ class Source:
     """One dataset, or one prior, that a precision was computed from.
 
     `size` is how much data there was and `factor` how much of it counts now, after scaling and decay. `id` is a
-    digest of the data and the weights, so that the same evidence is recognised when it comes by two ways; `weights`
+    digest of the data and the weights, so that the same evidence is recognized when it comes by two ways; `weights`
     are fingerprints of the weights it was taken at.
     """
 

@@ -15,7 +15,7 @@ from .kinds import described, made
 from .source import Source, joined
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Sum(Precision):
     """Λ = Σ terms. Terms over separate parameters are blocks: they keep their own closed forms.
 

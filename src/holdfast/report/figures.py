@@ -9,7 +9,7 @@ from typing import Any
 
 from ..bench.runner import Run, by_method, spread
 
-# Okabe and Ito's palette: told apart by readers who see colours differently.
+# Okabe and Ito's palette: told apart by readers who see colors differently.
 _COLORS = ("#999999", "#56B4E9", "#E69F00", "#D55E00", "#CC79A7", "#009E73", "#0072B2", "#000000")
 
 
@@ -37,7 +37,8 @@ def forgetting(runs: Sequence[Run]) -> str:
         figure.savefig(buffer, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
         pyplot.close(figure)
     text = buffer.getvalue()
-    return text[text.index("<svg") :]
+    label = "Accuracy on the first task, and on average over the tasks so far, after each task learned, by method"
+    return text[text.index("<svg") :].replace("<svg", f'<svg role="img" aria-label="{label}"', 1)
 
 
 def _panel(axis: Any, title: str, value: Callable[[Run, int], float], methods: dict[str, list[Run]]) -> None:

@@ -1,0 +1,40 @@
+"""The README's programs, run as they stand."""
+
+import re
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import holdfast
+
+README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_programs_run_as_they_stand(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+    data = [TensorDataset(torch.randn(40, 4), torch.randint(0, 3, (40,))) for _ in range(3)]
+    steps = []
+
+    def train(model, optimizer, loader):
+        for x, y in loader:
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            steps.append(1)
+
+    names = {"model": model, "train": train, "tasks": [DataLoader(d, batch_size=8, shuffle=True) for d in data]}
+    first, second = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+    exec(first, names)
+    assert holdfast.load("memory.safetensors").num_data == 120
+    names |= {"optimizer": torch.optim.Adam(model.parameters()), "loader": DataLoader(data[0], batch_size=8)}
+    exec(second, names)
+    assert len(steps) == 20
+
+
+def test_it_is_short_and_names_only_what_exists():
+    assert len(README.splitlines()) <= 200
+    for name in set(re.findall(r"holdfast\.([a-z_]+)\(", README)):
+        assert hasattr(holdfast, name), name
