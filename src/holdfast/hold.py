@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Callable, Sequence
 from os import PathLike
 from types import TracebackType
@@ -17,6 +18,7 @@ from .errors import ArgumentError, HoldfastWarning, InertError, MismatchError, r
 from .params import all_parameters
 from .penalty import Quadratic, Term
 from .posterior import Memory, Posterior, as_posterior
+from .posterior.product import require_counted_once
 from .precision import Precision
 
 # How many steps may leave every pulled parameter unchanged (tiny steps can round to nothing) before it is an error.
@@ -56,6 +58,7 @@ def hold(
                 f"this memory counts in units of {term.unit!r}, and num_data={count:g} is said to count in "
                 f"{unit!r}. Give the number of {term.unit}s in the new data, and unit={term.unit!r}."
             )
+    require_counted_once([term.posterior for term in terms if isinstance(term, Quadratic)])
     optimizers = [_innermost(each) for each in (optimizer if isinstance(optimizer, Sequence) else [optimizer])]
     if not optimizers or not terms:
         raise ArgumentError("hold needs at least one optimizer and one posterior.")
@@ -170,7 +173,11 @@ class Handle:
             raise InertError(
                 "every held parameter is frozen, so there is nothing to hold. Unfreeze them, or do not hold."
             )
-        reached = {id(p) for optimizer in self._optimizers for p in _parameters(optimizer)}
+        owned = Counter(id(p) for optimizer in self._optimizers for p in _parameters(optimizer))
+        twice = [name for name, p in live.items() if owned[id(p)] > 1]
+        if twice:
+            raise ArgumentError(f"`{twice[0]}` is in two of the optimizers given to hold, and would be pulled twice.")
+        reached = set(owned)
         missed = [name for name, p in live.items() if id(p) not in reached]
         if missed:
             known = {id(p) for p in all_parameters(self._model).values()}
@@ -225,13 +232,15 @@ class Handle:
         """Add strength/N · ∇penalty to the gradients this optimizer will use; returns what that adds to the loss."""
         self._held = self._lookup()
         self._require_reach()
-        scale = self.strength / self._num_data
+        # Where the optimizer climbs, the penalty is what is taken off the objective.
+        sign = -1.0 if _climbs(optimizer) else 1.0
+        scale = sign * self.strength / self._num_data
         # A fused optimizer divides by the scaler's factor inside its kernel: the pull must be scaled up alike.
         loss_scale = getattr(optimizer, "grad_scale", None)
         ours = {id(p) for p in _parameters(optimizer) if p.requires_grad}
         factor = scale if loss_scale is None else scale * loss_scale
         value: Tensor = sum(term.add_gradient_(self._model, factor, ours) for term in self._terms)  # type: ignore[assignment]
-        if self._unfelt is not None and bool(value > 0) and scale > 0:
+        if self._unfelt is not None and not self._watched and bool(value > 0) and scale != 0:
             self._watch(ours)
         return scale * value
 
@@ -283,10 +292,20 @@ def _as_term(held: Held, model: nn.Module) -> Term:
     return Quadratic(posterior.to(devices.pop()) if len(devices) == 1 else posterior)
 
 
+def _climbs(optimizer: Optimizer) -> bool:
+    """Whether the optimizer maximizes its objective."""
+    ways = {bool(group.get("maximize", False)) for group in optimizer.param_groups}
+    if len(ways) > 1:
+        raise ArgumentError("some parameter groups of the optimizer maximize and others minimize: hold needs one way.")
+    return ways.pop()
+
+
 def _innermost(optimizer: Optimizer) -> Optimizer:
     """The optimizer inside a trainer's wrapper, which is the one whose hooks run."""
     while isinstance(getattr(optimizer, "optimizer", None), Optimizer):
         optimizer = optimizer.optimizer  # type: ignore[attr-defined]
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise ArgumentError("SparseAdam takes sparse gradients alone, and a hold pulls at every entry. Use Adam.")
     if not isinstance(optimizer, Optimizer):
         raise ArgumentError(f"hold needs a torch.optim.Optimizer (or a list of them), got {type(optimizer).__name__}.")
     return optimizer

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -17,25 +17,21 @@ def digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def bit_sum(tensor: Tensor) -> int:
-    """The sum of a tensor's bits, read as integers: nothing rounds it, and the order of rows does not matter."""
-    return int(_integers(tensor).sum(dtype=torch.int64))
+def row_sums(tensors: Sequence[Tensor]) -> Tensor:
+    """A number for each row of tensors that stand side by side, from its bits and where they are: (rows,)."""
+    total = torch.zeros((), dtype=torch.int64)
+    for place, tensor in enumerate(tensors):
+        if tensor.ndim:
+            rows = _integers(tensor).flatten(1) if tensor.ndim > 1 else _integers(tensor).unsqueeze(1)
+            total = total.to(rows.device) + (2 * place + 1) * _weighted(rows)
+    return total
 
 
 def fingerprints(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """A short identity of each tensor: its form, its bits, and where they are.
-
-    Odd weights by place: an even one would push the highest bit, a float's sign, out of the sum.
-    """
+    """A short identity of each tensor: its form, its bits, and where they are."""
     found = {}
     for name, tensor in tensors.items():
-        bits = _integers(tensor).flatten()
-        places = 2 * torch.arange(min(_CHUNK, bits.numel()), device=bits.device) + 1
-        sums = [
-            (chunk * places[: chunk.numel()]).sum() * (2 * index - 1)
-            for index, chunk in enumerate(torch.split(bits, _CHUNK), start=1)
-        ]
-        total = int(torch.stack(sums).sum()) if sums else 0
+        total = int(_weighted(_integers(tensor).reshape(1, -1)))
         found[name] = digest(f"{tuple(tensor.shape)} {tensor.dtype} {total}")[:16]
     return found
 
@@ -50,3 +46,16 @@ def _integers(tensor: Tensor) -> Tensor:
     if tensor.dtype == torch.bool or tensor.is_complex():
         tensor = tensor.to(torch.uint8) if tensor.dtype == torch.bool else torch.view_as_real(tensor)
     return tensor.contiguous().view(_BITS[tensor.element_size()])
+
+
+def _weighted(rows: Tensor) -> Tensor:
+    """Each row's integers summed with weights by place, wrapping around: nothing rounds it, on any device.
+
+    The weights are odd: an even one would push the highest bit, a float's sign, out of the sum.
+    """
+    total = torch.zeros(rows.shape[0], dtype=torch.int64, device=rows.device)
+    width = max(1, _CHUNK // max(1, rows.shape[0]))
+    for index, chunk in enumerate(torch.split(rows, width, dim=1)):
+        start = index * width
+        total += (chunk * (2 * torch.arange(start, start + chunk.shape[1], device=rows.device) + 1)).sum(1)
+    return total

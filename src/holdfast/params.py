@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -62,6 +62,8 @@ def _uses(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 def _named(model: nn.Module) -> tuple[dict[str, nn.Parameter], dict[str, tuple[str, ...]]]:
     """The parameters under their first name, and the other names of those that are tied."""
+    if not isinstance(model, nn.Module):
+        raise ArgumentError(f"a model (nn.Module) is needed, got {type(model).__name__}.")
     first: dict[int, str] = {}
     found: dict[str, nn.Parameter] = {}
     others: dict[str, tuple[str, ...]] = {}
@@ -95,6 +97,9 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     ['weight', 'bias']
     """
     found = {name: p for name, p in all_parameters(model).items() if p.requires_grad}
+    unreal = [name for name, p in found.items() if not p.is_floating_point()]
+    if unreal:
+        raise ArgumentError(f"`{unreal[0]}` is complex, and only real parameters have a Fisher here. Freeze it.")
     if not found:
         raise InertError(
             f"{type(model).__name__} has no trainable parameters, so there is nothing to hold. "
@@ -174,6 +179,18 @@ def matched(
         )
         raise MismatchError(f"this memory is of another model: {'; '.join(wrong)}.{cure}")
     return {name: found[name] for name in wanted}
+
+
+def renaming(names: Iterable[str], known: Iterable[str], ties: Mapping[str, tuple[str, ...]]) -> dict[str, str]:
+    """For each of `names` that `known` has under another of its tied names, that name."""
+    known = set(known)
+    groups = [{name, *more} for name, more in ties.items()]
+    found = {}
+    for name in names:
+        others = {other for group in groups if name in group for other in group} & known
+        if name not in known and others:
+            found[name] = min(others)
+    return found
 
 
 def require_shapes(got: Mapping[str, torch.Size], want: Mapping[str, torch.Size], *, what: str, than: str) -> None:

@@ -8,9 +8,9 @@ import hashlib
 import json
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -24,6 +24,12 @@ from .precision.kinds import described, made
 
 FORMAT = 1
 _KEY = "holdfast"
+_KEYS = {
+    "format", "precision", "num_data", "unit", "likelihood", "targets", "tasks", "parents", "id", "ties", "model",
+    "order", "sha256",
+}  # fmt: skip
+
+Taken = TypeVar("Taken")
 
 
 def save(memory: Posterior | Memory, path: str | os.PathLike[str]) -> None:
@@ -34,7 +40,9 @@ def save(memory: Posterior | Memory, path: str | os.PathLike[str]) -> None:
     _rebuilt(facts, tensors)  # what could not be read again is not written
     description = _canonical({**facts, "sha256": _checksum(facts, tensors)})
     target = Path(path)
-    temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
+    if not target.name or "\0" in str(target) or target.is_dir():
+        raise MemoryFileError(f"{str(path)!r} is not a file to write to. Give a name such as memory.safetensors.")
+    temporary = target.with_name(f".{secrets.token_hex(8)}.tmp")
     try:
         # Created here, so that the umask decides who may read it.
         os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
@@ -46,35 +54,34 @@ def save(memory: Posterior | Memory, path: str | os.PathLike[str]) -> None:
     except (OSError, SafetensorError) as error:
         raise MemoryFileError(f"{target} could not be written: {error}.") from error
     finally:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
     with contextlib.suppress(OSError):  # some file systems cannot; the file is in place all the same
         _sync(target.parent)
 
 
 def load(path: str | os.PathLike[str], *, device: str | torch.device = "cpu") -> Memory:
     """Read a memory, checking its form, its checksum and its values; nothing in it is executed."""
-    facts, _ = _opened(path)
-    with safe_open(path, framework="pt", device="cpu") as file:
-        tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+    # Copied: a mapping would change with the file, after it was checked.
+    facts, tensors = _opened(path, lambda file, name: file.get_tensor(name).clone())
     try:
-        if _checksum(facts, tensors) != facts.get("sha256"):
-            raise MemoryFileError(f"{path} is damaged: its contents do not match their checksum. Use another copy.")
-        memory = _rebuilt(facts, tensors)
-    except MemoryFileError:
-        raise
-    except (HoldfastError, KeyError, TypeError, ValueError, AttributeError, RecursionError, RuntimeError) as error:
+        signed = _checksum(facts, tensors) == facts["sha256"]
+        memory = _rebuilt(facts, tensors) if signed else None
+    except (HoldfastError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise MemoryFileError(f"{path} is not a valid memory: {type(error).__name__}: {error}") from error
+    if memory is None:
+        raise MemoryFileError(f"{path} is damaged: its contents do not match their checksum. Use another copy.")
     return memory.to(device)
 
 
 def inspect(path: str | os.PathLike[str]) -> dict[str, Any]:
     """What a memory file says of itself, and the shapes of its tensors, without loading them."""
-    facts, shapes = _opened(path)
+    facts, shapes = _opened(path, lambda file, name: list(file.get_slice(name).get_shape()))
     return {**facts, "shapes": shapes}
 
 
-def _opened(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, list[int]]]:
-    """The description and the tensors' shapes, from the header alone."""
+def _opened(path: str | os.PathLike[str], take: Callable[[Any, str], Taken]) -> tuple[dict[str, Any], dict[str, Taken]]:
+    """The description, and what `take` takes of each tensor."""
     try:
         with open(path, "rb") as start:
             magic = start.read(9)
@@ -85,26 +92,32 @@ def _opened(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, lis
                 "holdfast.save; pickles can run code and are never opened."
             )
         with safe_open(path, framework="pt", device="cpu") as file:
-            metadata = file.metadata() or {}
-            shapes = {name: list(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+            facts = _read_facts(path, file.metadata() or {})
+            return facts, {name: take(file, name) for name in file.keys()}  # noqa: SIM118
     except MemoryFileError:
         raise
     except SafetensorError as error:
         raise MemoryFileError(f"{path} cannot be read: {error}. It may be damaged, or not a memory at all.") from error
-    except OSError as error:
-        raise MemoryFileError(f"{path} cannot be read: {error.strerror or error}.") from error
+    except (OSError, ValueError) as error:
+        raise MemoryFileError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}.") from error
+
+
+def _read_facts(path: str | os.PathLike[str], metadata: Mapping[str, str]) -> dict[str, Any]:
     if _KEY not in metadata:
         raise MemoryFileError(f"{path} is a safetensors file, but not a holdfast memory: it has no '{_KEY}' entry.")
     try:
         facts = dict(json.loads(metadata[_KEY]))
         version = int(facts["format"])
-    except (ValueError, KeyError, TypeError, RecursionError, OverflowError) as error:
+    except (ArithmeticError, LookupError, TypeError, ValueError, RecursionError) as error:
         raise MemoryFileError(f"{path}: its description is not valid ({type(error).__name__}: {error}).") from error
     if version > FORMAT:
         raise MemoryFileError(
             f"{path} has format {version}; this holdfast reads up to {FORMAT}. Update holdfast to read it."
         )
-    return facts, shapes
+    missing = sorted(_KEYS - set(facts))
+    if missing:
+        raise MemoryFileError(f"{path}: its description is not valid (it lacks {', '.join(missing)}).")
+    return facts
 
 
 def _facts(memory: Memory) -> dict[str, Any]:

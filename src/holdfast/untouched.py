@@ -23,6 +23,12 @@ def untouched(model: nn.Module) -> Iterator[None]:
         for module in model.modules()
         for key, buffer in module._buffers.items()
     ]
+    # An embedding with max_norm rescales its own rows when they are looked up.
+    rescaled = [
+        (module.weight, module.weight.detach().clone())
+        for module in model.modules()
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None
+    ]
     devices = {p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"}
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=sorted(devices)))
@@ -31,7 +37,10 @@ def untouched(model: nn.Module) -> Iterator[None]:
         if any(isinstance(module, nn.RNNBase) for module in model.modules()):
             # cuDNN's recurrent kernels cannot differentiate in evaluation mode; the native ones can.
             stack.enter_context(torch.backends.cudnn.flags(enabled=False))
-        if any(module._compiled_call_impl is not None for module in model.modules()):
+        if any(
+            module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"
+            for module in model.modules()
+        ):
             # Compiled code was traced without the hooks that watch single layers, and may have been in training mode.
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         try:
@@ -48,6 +57,9 @@ def untouched(model: nn.Module) -> Iterator[None]:
                     if buffer is not None and saved is not None and not torch.equal(buffer, saved):
                         buffer.copy_(saved)
                     module._buffers[key] = buffer
+                for weight, saved in rescaled:
+                    if not torch.equal(weight, saved):
+                        weight.copy_(saved)
             for parameter, grad, required in grads:
                 parameter.requires_grad_(required)
                 parameter.grad = grad

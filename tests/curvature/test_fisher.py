@@ -5,7 +5,7 @@ from torch.utils.data import TensorDataset
 
 import holdfast
 from cases import CASES, Case, DataParallel, PositionsLookLikeExamples, relu_mlp, vectors
-from holdfast.curvature.batches import read, run
+from holdfast.curvature.batches import read
 from holdfast.curvature.linear import Taps
 from holdfast.curvature.scores import Scoring
 from holdfast.params import trainable
@@ -17,10 +17,11 @@ TWO_CUTS = (5, 2)
 
 def drawn(case: Case, batches: list, seed: int = 0) -> list:
     """The batches with the labels that `targets="sampled"` draws from the model."""
-    model, scoring = case.model().eval(), Scoring(case.likelihood, "sampled", seed)
+    model = case.model().eval()
+    scoring = Scoring(model, case.likelihood, "sampled", seed, case.forward)
     labeled = []
     for batch in read(batches, model):
-        batch, _ = scoring.counted(run(model, batch, case.forward), batch)
+        batch, _ = scoring.counted(scoring.output(batch), batch)
         content = batch.content
         labeled.append(
             {**content, "labels": batch.target} if isinstance(content, dict) else (*content[:-1], batch.target)
@@ -58,9 +59,10 @@ def test_linear_layers_take_the_one_matmul_path(case):
     model = case.model().eval()
     batch = next(read(case.batches(), model))
     taps = Taps(model, trainable(model))
+    scoring = Scoring(model, case.likelihood, None, 0, case.forward)
     with taps.listening():
-        output = run(model, batch, case.forward)
-    _, losses = Scoring(case.likelihood, None, 0).counted(output, batch)
+        output = scoring.output(batch)
+    _, losses = scoring.counted(output, batch)
     served = {name for tap in taps.exact(losses, batch) for name in tap.names}
     assert set(case.tapped) <= served
     shared = {"inner.weight", "body.weight", "scale", "rnn.weight_hh_l0"}

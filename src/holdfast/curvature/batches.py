@@ -31,10 +31,7 @@ class Batch:
     def example(self, n: int) -> Batch:
         """Example n as a batch of one."""
 
-        def row(leaf: Any) -> Any:
-            return leaf[n : n + 1] if isinstance(leaf, Tensor) and leaf.ndim else leaf
-
-        content, inputs, target = tree_map(row, (self.content, self.inputs, self.target))
+        content, inputs, target = (_row(part, n, self.size) for part in (self.content, self.inputs, self.target))
         return Batch(self.index, content, inputs, target, 1)
 
     @property
@@ -86,7 +83,7 @@ def run(model: nn.Module, batch: Batch, forward: Forward | None) -> Any:
     try:
         if isinstance(batch.inputs, Mapping):
             output = model(**batch.inputs)
-        elif isinstance(batch.inputs, (tuple, list)):
+        elif isinstance(batch.inputs, (tuple, list)) and any(isinstance(part, Tensor) for part in batch.inputs):
             output = model(*batch.inputs)
         else:
             output = model(batch.inputs)
@@ -102,19 +99,25 @@ def run(model: nn.Module, batch: Batch, forward: Forward | None) -> Any:
     return getattr(output, "logits", output)
 
 
-def require_rows(output: Any, batch: Batch) -> None:
-    """Raise unless a tensor output has one finite row per example."""
-    if not isinstance(output, Tensor):
-        return
-    if output.ndim == 0 or output.shape[0] != batch.size:
-        raise DataError(
-            f"batch {batch.index} has {batch.size} examples, but the model's output has shape {tuple(output.shape)}: "
-            "its first axis must be the examples. `forward=` can reshape it."
-        )
-    if not bool(output.isfinite().all()):
+def require_finite_output(output: Any, batch: Batch) -> None:
+    """Raise unless a tensor output is finite."""
+    if isinstance(output, Tensor) and not bool(output.isfinite().all()):
         clean = all(bool(tensor.isfinite().all()) for tensor in batch.tensors if tensor.is_floating_point())
         cause = "though the batch itself is finite" if clean else "because the batch itself is not"
         raise DataError(f"batch {batch.index}: the model's output is not finite, {cause}. Nothing was changed.")
+
+
+def _row(value: Any, n: int, size: int) -> Any:
+    """Example n of a batch's part: of tensors their row, of plain lists as long as the batch (texts) their element."""
+    if isinstance(value, Tensor):
+        return value[n : n + 1] if value.ndim else value
+    if isinstance(value, Mapping):
+        return {key: _row(part, n, size) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        if not any(isinstance(leaf, Tensor) for leaf in tree_leaves(value)):
+            return value[n : n + 1] if len(value) == size else value
+        return tuple(_row(part, n, size) for part in value)
+    return value
 
 
 def _require_batches(batches: Any) -> None:

@@ -13,9 +13,9 @@ from ..params import shapes, trainable, unwrapped
 from ..precision import Dense, Diagonal
 from ..precision.base import require_dense
 from ..untouched import untouched
-from .batches import Forward, read, run
+from .batches import Forward, read
 from .linear import Taps, verified
-from .scores import Scoring, Targets, accumulation, accumulators, example_scores, require_finite_scores
+from .scores import Scoring, Targets, accumulation, accumulators, require_finite_scores
 
 
 def diagonal_fisher(
@@ -37,36 +37,36 @@ def diagonal_fisher(
     model = unwrapped(model)
     named = trainable(model)
     total = accumulators(named)
-    scoring = Scoring(likelihood, targets, seed)
+    scoring = Scoring(model, likelihood, targets, seed, forward)
     taps = Taps(model, named)
     checked = set()
     with untouched(model):
         for batch in read(batches, model):
             with taps.listening():
-                output = run(model, batch, forward)
+                output = scoring.output(batch)
             batch, losses = scoring.counted(output, batch)
             tapped = taps.exact(losses, batch)
-            if tapped and batch.form not in checked:
-                agreed = verified(tapped, losses, batch, model, scoring, forward, named)
-                checked |= {batch.form} if len(agreed) == len(tapped) else set()
+            case = (batch.form, frozenset(name for tap in tapped for name in tap.names))
+            if tapped and case not in checked:
+                agreed = verified(tapped, losses, batch, scoring, named)
+                checked |= {case} if len(agreed) == len(tapped) else set()
                 tapped = agreed
             for column in range(len(losses) if tapped else 0):
-                edges = [tap.edge for tap in tapped]
                 more = column < len(losses) - 1
-                for tap, grad in zip(
-                    tapped, torch.autograd.grad(losses[column].sum(), edges, retain_graph=more), strict=True
-                ):
+                grads = torch.autograd.grad(losses[column].sum(), [tap.edge for tap in tapped], retain_graph=more)
+                for tap, grad in zip(tapped, grads, strict=True):
                     tap.add_squares_(total, grad)
             del output, losses
 
-            rest = sorted(set(named) - {name for tap in tapped for name in tap.names}, key=list(named).index)
+            served = {name for tap in tapped for name in tap.names}
+            rest = {name: parameter for name, parameter in named.items() if name not in served}
             for n in range(batch.size if rest else 0):
-                for scores in example_scores(model, batch.example(n), scoring, forward, [named[r] for r in rest]):
+                for scores in scoring.of_example(batch.example(n), list(rest.values())):
                     # Squared per example, then summed: (Σ g)² is zero at the optimum and shrinks with the batch.
                     for name, score in zip(rest, scores, strict=True):
                         total[name] += score.to(total[name].dtype).square()
             require_finite_scores(total, batch)
-    return Diagonal(total, (scoring.source(model),))
+    return Diagonal(total, (scoring.source(),))
 
 
 def dense_fisher(
@@ -85,18 +85,18 @@ def dense_fisher(
     model = unwrapped(model)
     named = trainable(model)
     require_dense(sum(parameter.numel() for parameter in named.values()))
-    scoring = Scoring(likelihood, targets, seed)
+    scoring = Scoring(model, likelihood, targets, seed, forward)
     total: Tensor | None = None
     with untouched(model):
         for batch in read(batches, model):
-            batch, losses = scoring.counted(run(model, batch, forward), batch)
+            batch, losses = scoring.counted(scoring.output(batch), batch)
             del losses
             for n in range(batch.size):
-                columns = example_scores(model, batch.example(n), scoring, forward, list(named.values()))
+                columns = scoring.of_example(batch.example(n), list(named.values()))
                 rows = torch.stack([torch.cat([score.flatten() for score in scores]) for scores in columns])
                 rows = rows.to(accumulation(rows))  # (columns, P)
                 total = rows.T @ rows if total is None else total.addmm_(rows.T, rows)
             require_finite_scores({name: total for name in ("the parameters",) if total is not None}, batch)
     matrix = total if total is not None else torch.empty(0, 0)
     matrix = (matrix + matrix.T) / 2
-    return Dense(shapes(named), matrix, (scoring.source(model),))
+    return Dense(shapes(named), matrix, (scoring.source(),))

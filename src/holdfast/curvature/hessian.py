@@ -14,7 +14,7 @@ from ..likelihood import Likelihood
 from ..params import trainable, unwrapped
 from ..precision import SignedDiagonal
 from ..untouched import untouched
-from .batches import Forward, read, run
+from .batches import Forward, read
 from .scores import Scoring, accumulators, require_finite_scores
 
 _ROWS_AT_ONCE = 64
@@ -49,13 +49,13 @@ def hutchinson_hessian(
     The variance of an entry is Σ_{j≠i} H_ij² / probes. A probe is the same for all batches, so the estimate does not
     depend on how the data is cut; each costs about two gradient passes.
     """
-    if probes < 1:
-        raise ArgumentError(f"an estimate needs at least one probe, got probes={probes}.")
+    if not isinstance(probes, int) or probes < 1:
+        raise ArgumentError(f"an estimate needs at least one probe, got probes={probes!r}.")
 
     def diagonal(gradients: Sequence[Tensor], parameters: Sequence[Tensor]) -> list[Tensor]:
         estimates = [torch.zeros_like(p) for p in parameters]
         for probe in range(probes):
-            generator = torch.Generator().manual_seed(seed * 1_000_003 + probe)
+            generator = torch.Generator().manual_seed((seed * 1_000_003 + probe) % 2**63)
             signs = [_signs(p, generator) for p in parameters]
             along: Tensor = sum((g * v).sum() for g, v in zip(gradients, signs, strict=True))  # type: ignore[assignment]
             if not along.requires_grad:
@@ -80,23 +80,23 @@ def _summed(
     named = trainable(model)
     parameters = list(named.values())
     total = accumulators(named)
-    scoring = Scoring(likelihood, "observed", seed=0)
+    scoring = Scoring(model, likelihood, "observed", 0, forward)
     # The fused attention kernels have no second derivative; the plain one has.
     with untouched(model), sdpa_kernel(SDPBackend.MATH):
         for batch in read(batches, model):
-            batch, losses = scoring.counted(run(model, batch, forward), batch)
+            batch, losses = scoring.counted(scoring.output(batch), batch)
             gradients = torch.autograd.grad(losses.sum(), parameters, create_graph=True, materialize_grads=True)
             for name, entries in zip(named, diagonal(gradients, parameters), strict=True):
                 total[name] += entries.detach().to(total[name].dtype)
             del losses, gradients
             require_finite_scores(total, batch)
-    return SignedDiagonal(total, (scoring.source(model),))
+    return SignedDiagonal(total, (scoring.source(),))
 
 
 def _exact_diagonal(gradient: Tensor, parameter: Tensor) -> Tensor:
     """∂gᵢ/∂θᵢ for every entry, some rows of the Hessian at a time."""
     size = parameter.numel()
-    if not gradient.requires_grad:
+    if not gradient.requires_grad or not size:
         return torch.zeros_like(parameter)
     found = []
     for start in range(0, size, _ROWS_AT_ONCE):

@@ -12,11 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from .batches import Batch, Forward
-from .scores import Scoring, accumulation, example_scores
-
-# How far a tapped score may be from the plain one before the layer is left to the general path.
-_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.1}
+from .batches import Batch
+from .scores import TOLERANCE, Scoring, accumulation
 
 
 @dataclass(frozen=True)
@@ -66,14 +63,14 @@ class Taps:
     def listening(self) -> Iterator[None]:
         """Hear the calls of one forward pass."""
 
-        def heard(module: nn.Linear, args: tuple[Any, ...], output: Tensor) -> None:
+        def heard(module: nn.Linear, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
             # The edge and not the output: an in-place activation would turn the output into its own result.
             edge = get_gradient_edge(output) if output.requires_grad else None
-            inputs = args[0] if args else output
+            inputs = args[0] if args else kwargs["input"]
             self._calls.append((module, inputs.detach(), inputs._version, edge))
 
         self._calls.clear()
-        handles = [layer.register_forward_hook(heard) for layer in self._layers]
+        handles = [layer.register_forward_hook(heard, with_kwargs=True) for layer in self._layers]
         try:
             yield
         finally:
@@ -95,34 +92,31 @@ class Taps:
         return taps
 
 
-def verified(
-    taps: list[Tap],
-    losses: Tensor,
-    batch: Batch,
-    model: nn.Module,
-    scoring: Scoring,
-    forward: Forward | None,
-    named: Mapping[str, Tensor],
-) -> list[Tap]:
-    """The taps whose score of the last example is that of the example alone.
+def verified(taps: list[Tap], losses: Tensor, batch: Batch, scoring: Scoring, named: Mapping[str, Tensor]) -> list[Tap]:
+    """The taps whose score of an example is that of the example alone, for the example each has most to say about.
 
-    They differ where a first axis only looks like the examples (positions, when there are as many), or where the
-    model lets examples see each other. Those parameters are left to the general path, which takes one at a time.
+    They differ where a first axis only looks like the examples (positions, when there are as many). Those parameters
+    are left to the general path, which takes one example at a time.
     """
-    n = batch.size - 1
-    grads = torch.autograd.grad(losses.sum(), [tap.edge for tap in taps], retain_graph=True)
+    # Unequal weights: the columns of an exact Fisher can add up to zero.
+    weights = torch.arange(1, len(losses) + 1, dtype=losses.dtype, device=losses.device)
+    grads = torch.autograd.grad((weights @ losses).sum(), [tap.edge for tap in taps], retain_graph=True)
+    examples = [int(grad.norm(dim=1).argmax()) for grad in grads]
     names = [name for tap in taps for name in tap.names]
-    columns = example_scores(model, batch.example(n), scoring, forward, [named[name] for name in names])
-    plain = dict(zip(names, (sum(parts) for parts in zip(*columns, strict=True)), strict=True))
+    plain = {}
+    for n in set(examples):
+        columns = scoring.of_example(batch.example(n), [named[name] for name in names])
+        scores = (sum(w * part for w, part in zip(weights, parts, strict=True)) for parts in zip(*columns, strict=True))
+        plain[n] = dict(zip(names, scores, strict=True))
 
-    def agrees(tap: Tap, grad: Tensor) -> bool:
-        tolerance = max(_TOLERANCE[grad.dtype], _TOLERANCE[losses.dtype])
+    def agrees(tap: Tap, grad: Tensor, n: int) -> bool:
+        tolerance = max(TOLERANCE[grad.dtype], TOLERANCE[losses.dtype])
         return all(
-            bool((tapped - plain[name]).norm() <= tolerance * plain[name].norm() + torch.finfo(tapped.dtype).tiny)
+            bool((tapped - plain[n][name]).norm() <= tolerance * plain[n][name].norm() + torch.finfo(tapped.dtype).tiny)
             for name, tapped in zip(tap.names, tap.score(grad, n), strict=True)
         )
 
-    return [tap for tap, grad in zip(taps, grads, strict=True) if agrees(tap, grad)]
+    return [tap for tap, grad, n in zip(taps, grads, examples, strict=True) if agrees(tap, grad, n)]
 
 
 def _uses(losses: Tensor) -> Counter[int]:

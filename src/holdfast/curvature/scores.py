@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
@@ -11,24 +10,29 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ArgumentError, DataError, InertError
-from ..identity import bit_sum, digest, fingerprints
+from ..identity import digest, fingerprints, row_sums
 from ..likelihood import Likelihood
 from ..likelihood.base import as_tensor
 from ..params import all_parameters
 from ..precision import Source
-from .batches import Batch, Forward, require_rows, run
+from .batches import Batch, Forward, require_finite_output, run
 
 Targets = Literal["expected", "sampled", "observed"]
 
+# How far a number computed for a whole batch may be from the same computed for one example.
+TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.1}
+
 
 class Scoring:
-    """Whose labels the scores are for; counts the data as it goes by.
+    """A model being scored under labels of one's choice; counts the data as it goes by.
 
     A score is the gradient of a pseudo-loss. With observed or sampled labels there is one per example, its nll. With
     expected ones there are as many as the likelihood's root has columns, and their squares sum to the exact Fisher.
     """
 
-    def __init__(self, likelihood: Likelihood, targets: Targets | None, seed: int) -> None:
+    def __init__(
+        self, model: nn.Module, likelihood: Likelihood, targets: Targets | None, seed: int, forward: Forward | None
+    ) -> None:
         if not isinstance(likelihood, Likelihood):
             raise ArgumentError(
                 f"a likelihood is needed, got {likelihood!r}. Give holdfast.categorical for cross-entropy, "
@@ -37,15 +41,25 @@ class Scoring:
             )
         if targets not in (None, "expected", "sampled", "observed"):
             raise ArgumentError(f"targets must be 'expected', 'sampled' or 'observed', got {targets!r}.")
+        if not isinstance(seed, int):
+            raise ArgumentError(f"a seed is an integer, got {seed!r}.")
+        _require_separable(model)
+        self.model = model
         self.likelihood = likelihood
         self.targets: str | None = targets
         self.num_data = 0.0
-        self._seen: Counter[int] = Counter()
+        self._forward = forward
         self._generator = torch.Generator().manual_seed(seed)
+        self._data = [0, 0]
+        self._separate: set[tuple[torch.Size, ...]] = set()
+
+    def output(self, batch: Batch) -> Any:
+        """The model's output on a batch."""
+        return run(self.model, batch, self._forward)
 
     def counted(self, output: Any, batch: Batch) -> tuple[Batch, Tensor]:
         """The batch with the labels to score, and its pseudo-losses, (columns, batch). Call it once per batch."""
-        require_rows(output, batch)
+        require_finite_output(output, batch)
         try:
             self.targets = self.targets or self.likelihood.default_targets(output)
             if self.targets == "observed" and batch.target is None:
@@ -53,41 +67,39 @@ class Scoring:
             if batch.target is not None:
                 self.likelihood.require(output, batch.target)
             if self.targets == "sampled":
-                drawn = self.likelihood.sampled(detached(output, self.likelihood), batch.target, self._generator)
+                drawn = self.likelihood.sampled(self._detached(output), batch.target, self._generator)
                 batch = replace(batch, target=drawn)
-            losses = self.losses(output, batch.target)
+            losses = self._losses(output, batch)
         except DataError as error:
             raise DataError(f"batch {batch.index}: {error}") from error
-        if losses.shape[1] != batch.size:
-            raise DataError(
-                f"batch {batch.index} has {batch.size} examples, but {self.likelihood.name} gave "
-                f"{losses.shape[1]} negative log-likelihoods."
-            )
         if not losses.requires_grad:
             raise InertError(
                 "the model's output does not depend on its trainable parameters, so the curvature would be zero. Does "
                 "its forward run under no_grad, or detach its output?"
             )
+        self._require_separate(batch, losses)
         self.num_data += self.likelihood.count(batch.size, batch.target)
-        # Sums of bits, so that the data has one identity however it is cut or shuffled.
-        for place, tensor in enumerate(batch.tensors):
-            self._seen[place] += bit_sum(tensor)
+        # Sums over rows, so that the data has one identity however it is cut or shuffled; squares bind what belongs
+        # to one example together.
+        rows = row_sums(batch.tensors)
+        self._data = [self._data[0] + int(rows.sum()), self._data[1] + int((rows * rows).sum())]
         return batch, losses
 
-    def losses(self, output: Any, target: Any) -> Tensor:
-        """Pseudo-losses of shape (columns, batch), whose gradients are the scores."""
-        if self.targets == "expected":
-            root = self.likelihood.root(detached(output, self.likelihood))  # (columns, batch, *outputs)
-            scores: Tensor = root * output
-            return scores.reshape(*scores.shape[:2], -1).sum(-1)
-        return self.likelihood.nll(output, target).unsqueeze(0)
+    def of_example(self, example: Batch, parameters: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
+        """The scores of a batch of one, by plain autograd: one tuple of gradients per column. Right for any model."""
+        losses = self._losses(self.output(example), example)
+        last = len(losses) - 1
+        return [
+            torch.autograd.grad(loss.sum(), parameters, retain_graph=column < last, materialize_grads=True)
+            for column, loss in enumerate(losses)
+        ]
 
-    def source(self, model: nn.Module) -> Source:
+    def source(self) -> Source:
         """Where what was computed from the batches counted, at the model's weights, came from."""
         if self.num_data <= 0:
             raise DataError("no label counts: every position of every batch is ignored.")
-        weights = fingerprints(all_parameters(model))
-        data = [self._seen[place] % 2**64 for place in sorted(self._seen)]
+        weights = fingerprints(all_parameters(self.model))
+        data = [total % 2**64 for total in self._data]
         return Source(
             id=digest(f"{data} {self.num_data} {self.likelihood.name} {sorted(weights.items())}"),
             size=self.num_data,
@@ -97,22 +109,38 @@ class Scoring:
             weights=weights,
         )
 
+    def _losses(self, output: Any, batch: Batch) -> Tensor:
+        """Pseudo-losses of shape (columns, batch), whose gradients are the scores."""
+        if isinstance(output, Tensor) and output.shape[:1] != (batch.size,):
+            raise DataError(_not_rows(batch.size, f"an output of shape {tuple(output.shape)}"))
+        if self.targets == "expected":
+            root = self.likelihood.root(self._detached(output))  # (columns, batch, *outputs)
+            scores: Tensor = root * output
+            return scores.reshape(*scores.shape[:2], -1).sum(-1)
+        losses = self.likelihood.nll(output, batch.target).unsqueeze(0)
+        if losses.shape[1] != batch.size:
+            raise DataError(_not_rows(batch.size, f"{losses.shape[1]} negative log-likelihoods"))
+        return losses
 
-def example_scores(
-    model: nn.Module, example: Batch, scoring: Scoring, forward: Forward | None, parameters: Sequence[Tensor]
-) -> list[tuple[Tensor, ...]]:
-    """The scores of a batch of one, by plain autograd: one tuple of gradients per column. Right for any model."""
-    losses = scoring.losses(run(model, example, forward), example.target)
-    last = len(losses) - 1
-    return [
-        torch.autograd.grad(loss.sum(), parameters, retain_graph=column < last, materialize_grads=True)
-        for column, loss in enumerate(losses)
-    ]
+    def _require_separate(self, batch: Batch, losses: Tensor) -> None:
+        """Raise unless an example alone has the loss it has in its batch; once for each form of batch."""
+        if batch.form in self._separate:
+            return
+        n = batch.size - 1
+        example = batch.example(n)
+        alone = self._losses(self.output(example), example).detach()[:, 0]
+        together = losses.detach()[:, n]
+        scale = losses.detach().abs().max()
+        if not bool((alone - together).abs().max() <= TOLERANCE[losses.dtype] * scale):
+            raise DataError(
+                f"batch {batch.index}: example {n} has another output alone than in its batch. Either examples see "
+                "each other (batch statistics, attention over the batch), or the model is random in evaluation mode, "
+                "or the first axis of the batch is not the examples (a time axis: move it with `forward=`)."
+            )
+        self._separate.add(batch.form)
 
-
-def detached(output: Any, likelihood: Likelihood) -> Tensor:
-    """The output, which must be one tensor, without its graph."""
-    return as_tensor(output, likelihood.name).detach()
+    def _detached(self, output: Any) -> Tensor:
+        return as_tensor(output, self.likelihood.name).detach()
 
 
 def accumulators(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -122,7 +150,7 @@ def accumulators(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def accumulation(tensor: Tensor) -> torch.dtype:
     """The dtype that sums over examples are kept in."""
-    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+    return torch.promote_types(tensor.dtype, torch.float32)
 
 
 def require_finite_scores(total: Mapping[str, Tensor], batch: Batch) -> None:
@@ -134,3 +162,19 @@ def require_finite_scores(total: Mapping[str, Tensor], batch: Batch) -> None:
             f"batch {batch.index}: the gradients of {', '.join(broken[:6])} are not finite (or overflow when squared). "
             "Nothing was changed."
         )
+
+
+def _not_rows(size: int, got: str) -> str:
+    return (
+        f"a batch of {size} gave {got}: the first axis must be the examples. A squeeze() without an axis drops it in a "
+        "batch of one; a time axis in front can be moved with `forward=`."
+    )
+
+
+def _require_separable(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is None:
+            raise DataError(
+                f"`{name}` normalizes by the statistics of the batch even in evaluation mode (track_running_stats="
+                "False), so an example has no gradient of its own. Track running statistics, or use GroupNorm."
+            )

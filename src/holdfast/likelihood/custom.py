@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..errors import DataError
+from ..errors import ArgumentError, DataError
 from .base import Likelihood, found
 
 
@@ -19,6 +19,7 @@ class Custom(Likelihood):
     function: Callable[[Any, Any], Tensor]
     label: str
     counted_in: str
+    counter: Callable[[Any], float] | None
 
     @property
     def unit(self) -> str:
@@ -37,10 +38,26 @@ class Custom(Likelihood):
             )
         return each
 
+    def count(self, size: int, target: Any) -> float:
+        return float(size) if self.counter is None else float(self.counter(target))
+
     def default_targets(self, output: Any) -> str:
         return "observed"
 
 
-def custom(nll: Callable[[Any, Any], Tensor], *, name: str = "custom", unit: str = "example") -> Custom:
-    """A per-example negative log-likelihood of your own, (output, target) -> (batch,) in nats."""
-    return Custom(nll, name, unit)
+def custom(
+    nll: Callable[[Any, Any], Tensor],
+    *,
+    name: str = "custom",
+    unit: str = "example",
+    count: Callable[[Any], float] | None = None,
+) -> Custom:
+    """A per-example negative log-likelihood of your own, (output, target) -> (batch,) in nats.
+
+    If its unit is not the example, `count(target)` says how many units a batch has.
+    """
+    if not callable(nll):
+        raise ArgumentError(f"custom takes a function (output, target) -> (batch,), got {type(nll).__name__}.")
+    if unit != "example" and count is None:
+        raise ArgumentError(f"the unit {unit!r} is not the example: give count, a function of a batch's targets.")
+    return Custom(nll, name, unit, count)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from numbers import Real
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import ArgumentError, MismatchError, require_number
 from ..identity import digest, fingerprint
-from ..params import aliases, buffers, matched, require_shapes, shapes, trainable
+from ..params import aliases, buffers, matched, renaming, require_shapes, shapes, trainable
 from ..precision import Diagonal, Precision, SignedDiagonal, Source
 from ..precision.base import grown, require_finite
 
@@ -92,8 +93,18 @@ class Posterior:
         Growth is at the end of an axis, as when classes or tokens are added to a head or an embedding.
         """
         params = matched(model, shapes(self.mean), ties=self.ties, grown=True)
+        _require_plain_growth(model, params, self.mean)
         mean = {name: grown(mean, params[name].shape, params[name].detach()) for name, mean in self.mean.items()}
         return replace(self, mean=mean, precision=self.precision.expanded(shapes(params)))
+
+    def named_as(self, other: Posterior) -> Posterior:
+        """The same with tied parameters under the names that `other` has for them."""
+        names = renaming(self.mean, other.mean, {**self.ties, **other.ties})
+        if not names:
+            return self
+        mean = {names.get(name, name): value for name, value in self.mean.items()}
+        ties = {names.get(name, name): (name, *more) for name, more in self.ties.items()} | other.ties
+        return replace(self, mean=mean, precision=self.precision.renamed(names), ties=ties)
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Posterior:
         """The same on another device, or in another floating dtype."""
@@ -171,6 +182,8 @@ def prior(model: nn.Module, precision: float = 0.0, mean: float | Mapping[str, T
     """
     precision = require_number(precision, "a prior's precision")
     params = trainable(model)
+    if not (mean is None or isinstance(mean, (Real, Mapping))):
+        raise ArgumentError(f"a prior's mean is a number or a dict of tensors by name, got {type(mean).__name__}.")
     if mean is None:
         means = {name: kept(p) for name, p in params.items()}
     elif isinstance(mean, Mapping):
@@ -199,6 +212,21 @@ def restore_(model: nn.Module, memory: Posterior | Memory) -> None:
             parameter.copy_(posterior.mean[name])
         for name, value in kept_buffers.items():
             found[name].copy_(value)
+
+
+def _require_plain_growth(model: nn.Module, params: Mapping[str, Tensor], mean: Mapping[str, Tensor]) -> None:
+    """Raise where old entries do not stay in front: gates, queries, keys and values are stacked in one parameter."""
+    stacked = (nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention)
+    owned = {
+        id(p): module for module in model.modules() if isinstance(module, stacked) for p in module._parameters.values()
+    }
+    for name, parameter in params.items():
+        if parameter.shape != mean[name].shape and id(parameter) in owned:
+            raise MismatchError(
+                f"`{name}` of {type(owned[id(parameter)]).__name__} grew from {tuple(mean[name].shape)} to "
+                f"{tuple(parameter.shape)}, but stacks several matrices, so its old entries are no longer in front. "
+                "Make a new memory of the grown model."
+            )
 
 
 def kept(parameter: Tensor) -> Tensor:

@@ -28,9 +28,10 @@ def merge(*posteriors: Posterior | Memory, base: Posterior | Memory | None = Non
         )
     first = as_posterior(posteriors[0])
     like = next(iter(first.mean.values()))
-    parts = [as_posterior(posterior).to(like.device, like.dtype) for posterior in posteriors]
-    shared = None if base is None else as_posterior(base).to(like.device, like.dtype)
-    _require_counted_once(parts, shared)
+    last = as_posterior(posteriors[-1])
+    parts = [as_posterior(posterior).to(like.device, like.dtype).named_as(last) for posterior in posteriors]
+    shared = None if base is None else as_posterior(base).to(like.device, like.dtype).named_as(last)
+    require_counted_once(parts, shared)
 
     # The last word on what is free; everything else is counted from here, so that it stays there exactly.
     mean = {name: value for part in parts for name, value in part.mean.items()}
@@ -42,6 +43,9 @@ def merge(*posteriors: Posterior | Memory, base: Posterior | Memory | None = Non
         precision = precision + part.precision
     pulls = [_pull(part, mean) for part in parts]
     if shared is not None:
+        require_shapes(
+            shapes(shared.mean), shapes(mean), what="the base, which must be expanded too,", than="the others"
+        )
         repeats = len(parts) - 1
         precision = precision - repeats * shared.precision
         pulls.append({name: -repeats * value for name, value in _pull(shared, mean).items()})
@@ -64,7 +68,7 @@ def _require_same_model(part: Posterior, last: Posterior) -> None:
         )
 
 
-def _require_counted_once(parts: Sequence[Posterior], base: Posterior | None) -> None:
+def require_counted_once(parts: Sequence[Posterior], base: Posterior | None = None) -> None:
     """Raise where the same evidence would enter the product twice, or the base is not what the parts came from."""
     seen = Counter(source.id for part in parts for source in part.sources)
     known = {} if base is None else {source.id: source for source in base.sources}

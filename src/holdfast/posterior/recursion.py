@@ -8,7 +8,7 @@ from torch import nn
 
 from ..errors import ArgumentError, MismatchError, require_number
 from ..identity import fingerprints
-from ..params import aliases, all_parameters, matched, shapes
+from ..params import aliases, all_parameters, matched, renaming, shapes
 from ..precision import Diagonal, Precision, SignedDiagonal
 from ..precision.source import joined, thinned
 from .gaussian import Memory, Posterior, as_posterior, kept
@@ -23,7 +23,7 @@ def consolidate(posterior: Kept, model: nn.Module, fisher: Precision, *, decay: 
     `10 * fisher`; a `decay` γ below 1 forgets older tasks exponentially (online EWC). Parameters that are new in
     `fisher` join the posterior. A Memory gives a Memory, with the buffers the model has now.
     """
-    known = as_posterior(posterior)
+    known, fisher = _aligned(as_posterior(posterior), model, fisher)
     params = _checked(known, model, fisher, decay)
     mean = {name: kept(parameter) for name, parameter in params.items()}
     precision = decay * known.precision + fisher
@@ -38,7 +38,7 @@ def consolidate_(posterior: Kept, model: nn.Module, fisher: Precision, *, decay:
 
     The tensors of `posterior` and `fisher` become those of the posterior returned: use only that afterwards.
     """
-    known = as_posterior(posterior)
+    known, fisher = _aligned(as_posterior(posterior), model, fisher)
     params = _checked(known, model, fisher, decay)
     if not isinstance(known.precision, Diagonal) or not isinstance(fisher, Diagonal):
         raise MismatchError(
@@ -61,12 +61,21 @@ def consolidate_(posterior: Kept, model: nn.Module, fisher: Precision, *, decay:
     return Memory.of(after, model) if isinstance(posterior, Memory) else after
 
 
-def _checked(posterior: Posterior, model: nn.Module, fisher: Precision, decay: float) -> dict[str, nn.Parameter]:
-    """The parameters that the new posterior covers."""
+def _aligned(posterior: Posterior, model: nn.Module, fisher: Precision) -> tuple[Posterior, Precision]:
+    """The two on one device and with one name for each tied parameter."""
     if not isinstance(fisher, Precision):
         raise ArgumentError(
             f"consolidate takes a precision, such as diagonal_fisher(...) gives, got {type(fisher).__name__}."
         )
+    devices = {tensor.device for tensor in fisher.tensors.values()}
+    if len(devices) == 1:
+        posterior = posterior.to(devices.pop())
+    names = renaming(fisher.shapes, posterior.mean, {**posterior.ties, **aliases(model)})
+    return posterior, fisher.renamed(names) if names else fisher
+
+
+def _checked(posterior: Posterior, model: nn.Module, fisher: Precision, decay: float) -> dict[str, nn.Parameter]:
+    """The parameters that the new posterior covers."""
     if require_number(decay, "decay") > 1:
         raise ArgumentError(f"decay is the share of the old precision that is kept, at most 1; got {decay}.")
     params = matched(model, {**fisher.shapes, **shapes(posterior.mean)}, ties=posterior.ties)

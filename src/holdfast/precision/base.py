@@ -67,6 +67,10 @@ class Precision(abc.ABC):
         """Λ for parameters that grew to `shapes`, zero on the new entries."""
 
     @abc.abstractmethod
+    def renamed(self, names: Mapping[str, str]) -> Self:
+        """The same Λ with parameters under new names."""
+
+    @abc.abstractmethod
     def scaled(self, factor: float) -> Self:
         """factor · Λ, and as much of its data. Written `factor * Λ`."""
 
@@ -126,13 +130,16 @@ class Precision(abc.ABC):
     def __sub__(self, part: object) -> Precision:
         if not isinstance(part, Precision):
             return NotImplemented
-        rest = self.minus(part)
+        rest = self.minus(part) if part.shapes else self
         if rest is None:
             raise MismatchError(
                 f"{type(part).__name__} cannot be taken out of {type(self).__name__} exactly. Diagonals can be taken "
                 "out of diagonals and dense precisions, dense ones out of dense ones that cover the same parameters."
             )
         return rest
+
+    def __radd__(self, other: object) -> Precision:
+        return self if isinstance(other, int) and other == 0 else NotImplemented  # where sum() starts
 
     def __mul__(self, factor: object) -> Self:
         if not isinstance(factor, Real):

@@ -87,6 +87,9 @@ class Dense(Precision):
         matrix[index.unsqueeze(1), index] = self.matrix
         return Dense(new, matrix, self.sources)
 
+    def renamed(self, names: Mapping[str, str]) -> Dense:
+        return Dense({names.get(name, name): shape for name, shape in self.layout.items()}, self.matrix, self.sources)
+
     def scaled(self, factor: float) -> Dense:
         return Dense(self.layout, factor * self.matrix, thinned(self.sources, factor))
 

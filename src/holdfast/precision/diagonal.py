@@ -48,6 +48,8 @@ class _Entrywise(Precision):
 
     def dense(self) -> Tensor:
         require_dense(sum(entries.numel() for entries in self.entries.values()))
+        if not self.entries:
+            return torch.zeros(0, 0)
         flat = torch.cat([entries.flatten() for entries in self.entries.values()])
         return flat.diag()
 
@@ -56,6 +58,9 @@ class _Entrywise(Precision):
             {name: grown(entries, shapes.get(name, entries.shape)) for name, entries in self.entries.items()},
             self.sources,
         )
+
+    def renamed(self, names: Mapping[str, str]) -> Self:
+        return self._with({names.get(name, name): entries for name, entries in self.entries.items()}, self.sources)
 
     def scaled(self, factor: float) -> Self:
         entries = {name: factor * entries for name, entries in self.entries.items()}

@@ -35,8 +35,8 @@ class Source:
 
 
 def thinned(sources: tuple[Source, ...], factor: float) -> tuple[Source, ...]:
-    """The sources counted `factor` times as much."""
-    return tuple(replace(source, factor=source.factor * factor) for source in sources)
+    """The sources counted `factor` times as much; what counts for nothing is no source."""
+    return tuple(replace(source, factor=source.factor * factor) for source in sources if factor)
 
 
 def joined(*parts: tuple[Iterable[str], tuple[Source, ...]]) -> tuple[Source, ...]:

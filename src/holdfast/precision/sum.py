@@ -73,6 +73,9 @@ class Sum(Precision):
     def expanded(self, shapes: Mapping[str, torch.Size]) -> Sum:
         return Sum(tuple(term.expanded(shapes) for term in self.terms))
 
+    def renamed(self, names: Mapping[str, str]) -> Sum:
+        return Sum(tuple(term.renamed(names) for term in self.terms))
+
     def scaled(self, factor: float) -> Sum:
         return Sum(tuple(term.scaled(factor) for term in self.terms))
 
