@@ -7,6 +7,7 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 from typer.testing import CliRunner
 
@@ -63,6 +64,14 @@ def test_inspect_says_what_a_file_holds(memories):
     assert "10 examples" in result.output
     assert "15 in 2 tensors" in result.output
     assert "diagonal" in result.output
+
+
+def test_inspect_of_a_description_that_lacks_its_parts_is_one_line(tmp_path):
+    path = tmp_path / "broken.safetensors"
+    save_file({"mean.w": torch.zeros(1)}, path, {"holdfast": '{"format":1}'})
+    result = runner.invoke(app, ["inspect", str(path)])
+    assert result.exit_code == 1
+    assert "it lacks id, likelihood" in result.output.replace("\n", " ")
 
 
 @pytest.mark.parametrize("content", [b"", b"PK\x03\x04", b"not a memory at all"])

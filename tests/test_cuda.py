@@ -79,6 +79,19 @@ def test_files_identities_and_random_state(tmp_path):
     assert loaded.mean["0.weight"].is_cuda
 
 
+def test_the_second_session_on_a_gpu(tmp_path):
+    """A memory from its file is on the CPU; the model and its Fisher are not."""
+    model = nn.Linear(4, 3).cuda()
+    x, y = torch.randn(8, 4), torch.randint(0, 3, (8,))
+    first = holdfast.diagonal_fisher(model, [(x, y)], holdfast.categorical)
+    holdfast.save(holdfast.consolidate(holdfast.prior(model), model, first), tmp_path / "memory.safetensors")
+    memory = holdfast.load(tmp_path / "memory.safetensors")
+    second = holdfast.diagonal_fisher(model, [(x + 1, y)], holdfast.categorical)
+    after = holdfast.consolidate(memory, model, second)
+    torch.testing.assert_close(after.precision.diagonal()["bias"], first.entries["bias"] + second.entries["bias"])
+    assert after.num_data == 16
+
+
 def test_models_spread_over_devices_are_held():
     class Split(nn.Module):
         def __init__(self):

@@ -187,6 +187,34 @@ def test_several_optimizers_share_one_hold():
     torch.testing.assert_close(ends[0], ends[1], rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("closure", [False, True])
+def test_an_optimizer_that_climbs_is_held_too(closure):
+    ends = []
+    for held in (True, False):
+        model, posterior, x, y = start()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, maximize=held)
+        handle = holdfast.hold(optimizer, model, posterior, num_data=N, strength=STRENGTH) if held else None
+
+        def backward(optimizer=optimizer, model=model, x=x, y=y, held=held, posterior=posterior):
+            optimizer.zero_grad()
+            loss = holdfast.categorical.nll(model(x), y).mean()
+            objective = -loss if held else loss + STRENGTH * holdfast.penalty(model, posterior) / N
+            objective.backward()
+            return objective
+
+        for _ in range(5):
+            if closure:
+                optimizer.step(backward)
+            else:
+                backward()
+                optimizer.step()
+        if handle is not None:
+            assert handle.penalty > 0
+            handle.remove()
+        ends.append(weights(model))
+    torch.testing.assert_close(ends[0], ends[1], rtol=0, atol=1e-12)
+
+
 def test_several_posteriors_add_up():
     model, posterior, x, y = start()
     toward_zero = holdfast.prior(model, precision=2.0, mean=0.0)
@@ -387,6 +415,16 @@ class TestTheGuard:
         ):
             loop(deaf, model, x, y)
 
+    def test_an_optimizer_that_has_converged_is_not(self):
+        """LBFGS without a line search evaluates its closure many times in a step, and may end where it began."""
+        torch.manual_seed(0)
+        model = nn.Linear(3, 2).double()
+        posterior = holdfast.prior(model, precision=1.0, mean=0.0)
+        x, y = torch.randn(30, 3, dtype=torch.float64), torch.randint(0, 2, (30,))
+        optimizer = torch.optim.LBFGS(model.parameters(), max_iter=200, tolerance_change=1e-14)
+        with holdfast.hold(optimizer, model, posterior, num_data=30):
+            loop(optimizer, model, x, y, closure=True, steps=6)
+
     def test_a_warm_up_from_zero_is_not(self):
         model, posterior, x, y = start()
         with torch.no_grad():
@@ -403,6 +441,40 @@ class TestTheGuard:
         loop(optimizer, model, x, y)
         handle.remove()
         holdfast.hold(optimizer, model, holdfast.prior(model), num_data=N).remove()  # nothing held, nothing to warn of
+
+    def test_what_would_be_pulled_twice_is_refused(self):
+        model, posterior, _, _ = start()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with pytest.raises(holdfast.MismatchError, match="share evidence"):
+            holdfast.hold(optimizer, model, [posterior, posterior], num_data=N)
+        second = torch.optim.SGD(model[:1].parameters(), lr=0.1)
+        with pytest.raises(holdfast.ArgumentError, match=r"`0.weight` is in two of the optimizers"):
+            holdfast.hold([optimizer, second], model, posterior, num_data=N)
+
+    def test_optimizers_that_cannot_be_held_are_refused(self):
+        table = nn.Embedding(4, 2, sparse=True)
+        with pytest.raises(holdfast.ArgumentError, match="SparseAdam"):
+            holdfast.hold(torch.optim.SparseAdam(table.parameters()), table, holdfast.prior(table, 1.0), num_data=1)
+        model, posterior, x, y = start()
+        groups = [{"params": model[:1].parameters(), "maximize": True}, {"params": model[1:].parameters()}]
+        both_ways = torch.optim.SGD(groups, lr=0.1)
+        with (
+            pytest.raises(holdfast.ArgumentError, match="maximize and others minimize"),
+            holdfast.hold(both_ways, model, posterior, num_data=N),
+        ):
+            loop(both_ways, model, x, y)
+
+    def test_a_frozen_parameter_in_the_optimizer_is_left_alone(self):
+        model, posterior, x, y = start()
+        with torch.no_grad():
+            model[0].weight += 0.1
+        model[0].requires_grad_(False)
+        before = model[0].weight.clone()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with holdfast.hold(optimizer, model, posterior, num_data=N):
+            loop(optimizer, model, x, y)
+        assert model[0].weight.grad is None
+        assert torch.equal(model[0].weight, before)
 
     def test_a_second_hold_is_refused(self):
         model, posterior, _, _ = start()

@@ -92,6 +92,18 @@ class TestConsolidate:
             torch.testing.assert_close(flat(in_place.precision.diagonal()), flat(plain.precision.diagonal()))
             assert in_place.num_data == pytest.approx(plain.num_data)
 
+    @pytest.mark.parametrize("verb", [holdfast.consolidate, holdfast.consolidate_])
+    @pytest.mark.parametrize("start", [0.5, None])
+    def test_what_the_fisher_does_not_cover_decays_too(self, verb, start):
+        model = CASE.model()
+        first = trained(3) if start is None else holdfast.prior(model, precision=start)
+        old = {name: value.clone() for name, value in first.precision.diagonal().items()}
+        for parameter in model[0].parameters():
+            parameter.requires_grad_(False)
+        after = verb(first, model, fisher(model, 1), decay=0.25)
+        torch.testing.assert_close(after.precision.diagonal()["0.weight"], 0.25 * old["0.weight"])
+        assert after.sources[0].factor == 0.25
+
     def test_in_place_refuses_other_structures_and_changes_nothing(self):
         model = CASE.model()
         posterior = holdfast.consolidate(holdfast.prior(model), model, fisher(model))
@@ -105,8 +117,9 @@ class TestConsolidate:
         stale = fisher(model)
         with torch.no_grad():
             model[2].bias[1] += 1e-6
-        with pytest.raises(holdfast.MismatchError, match=r"other weights.*`2.bias`"):
-            holdfast.consolidate(holdfast.prior(model), model, stale)
+        for old in (stale, fisher(model, 1) + stale):
+            with pytest.raises(holdfast.MismatchError, match=r"other weights.*`2.bias`"):
+                holdfast.consolidate(holdfast.prior(model), model, old)
 
     def test_the_same_evidence_twice_is_refused(self):
         """As when a cell of a notebook is run again."""
@@ -172,6 +185,84 @@ class TestMerge:
         torch.testing.assert_close(matrix @ flat(merged.mean), natural, rtol=1e-6, atol=1e-6)
         assert merged.num_data == 36
         assert merged.parents == (a.id, b.id)
+
+    @pytest.mark.parametrize("structure", [holdfast.diagonal_fisher, holdfast.dense_fisher])
+    def test_three_children_count_their_base_once(self, structure):
+        base = trained(0, structure=structure)
+        children = [trained(seed, base, structure) for seed in (1, 2, 3)]
+        merged = holdfast.merge(*children, base=base)
+        matrix = sum(child.precision.dense() for child in children) - 2 * base.precision.dense()
+        torch.testing.assert_close(merged.precision.dense(), matrix)
+        natural = sum(child.precision.dense() @ flat(child.mean) for child in children)
+        natural = natural - 2 * base.precision.dense() @ flat(base.mean)
+        torch.testing.assert_close(matrix @ flat(merged.mean), natural, rtol=1e-6, atol=1e-6)
+        assert merged.num_data == 48
+
+    def test_a_flat_base_takes_nothing_out(self):
+        prior = holdfast.prior(CASE.model())
+        a, b = trained(1, prior, holdfast.dense_fisher), trained(2, prior, holdfast.dense_fisher)
+        torch.testing.assert_close(
+            holdfast.merge(a, b, base=prior).precision.dense(), holdfast.merge(a, b).precision.dense()
+        )
+
+    def test_a_base_of_another_shape_is_refused(self):
+        def at(size, seed, start=None):
+            torch.manual_seed(seed)
+            model = nn.Linear(2, size).double()
+            data = [(torch.randn(4, 2, dtype=torch.float64), torch.randn(4, size, dtype=torch.float64))]
+            fisher = holdfast.diagonal_fisher(model, data, holdfast.gaussian())
+            return holdfast.consolidate(start.expanded(model) if start else holdfast.prior(model), model, fisher)
+
+        base = at(1, 0)
+        grown = [at(3, seed, base) for seed in (1, 2)]
+        with pytest.raises(holdfast.MismatchError, match=r"\(1, 2\) in the base.*\(3, 2\)"):
+            holdfast.merge(*grown, base=base)
+
+    def test_evidence_that_decayed_away_is_no_evidence(self):
+        first = trained(0)
+        torch.manual_seed(1)
+        model = relu_mlp().double()
+        gone = holdfast.consolidate(first, model, fisher(model, 1), decay=0.0)
+        assert len(gone.sources) == 1
+        assert holdfast.merge(first, gone).num_data == 24
+
+    def test_tied_parameters_are_one_whatever_they_are_called(self):
+        """The same model with its two tied layers registered in the other order."""
+
+        class Both(nn.Module):
+            def __init__(self, order):
+                super().__init__()
+                for name in order:
+                    setattr(self, name, nn.Linear(3, 3, bias=False))
+                self.h.weight = self.e.weight
+                self.free = nn.Linear(3, 3)
+
+            def forward(self, x):
+                return self.free(self.h(torch.tanh(self.e(x))))
+
+        posteriors, models = [], []
+        for seed, order in enumerate(["eh", "he"]):
+            torch.manual_seed(seed)
+            model = Both(order).double()
+            data = [(torch.randn(6, 3, dtype=torch.float64), torch.randint(0, 3, (6,)))]
+            fisher = holdfast.diagonal_fisher(model, data, holdfast.categorical)
+            posteriors.append(holdfast.consolidate(holdfast.prior(model), model, fisher))
+            models.append(model)
+        assert "e.weight" in posteriors[0].mean
+        assert "h.weight" in posteriors[1].mean
+        merged = holdfast.merge(*posteriors)
+        assert list(merged.mean) == ["h.weight", "free.weight", "free.bias"]
+        (a, b), (la, lb) = (p.mean for p in posteriors), (p.precision.diagonal() for p in posteriors)
+        mean = (la["e.weight"] * a["e.weight"] + lb["h.weight"] * b["h.weight"]) / (la["e.weight"] + lb["h.weight"])
+        torch.testing.assert_close(merged.mean["h.weight"], mean)
+        holdfast.restore_(models[0], merged)
+        torch.testing.assert_close(models[0].e.weight.detach(), mean)
+        data = [(torch.randn(7, 3, dtype=torch.float64), torch.randint(0, 3, (7,)))]
+        holdfast.restore_(models[1], posteriors[0])
+        more = holdfast.diagonal_fisher(models[1], data, holdfast.categorical)
+        after = holdfast.consolidate(posteriors[0], models[1], more)
+        assert list(after.mean) == ["e.weight", "free.weight", "free.bias"]
+        torch.testing.assert_close(after.precision.diagonal()["e.weight"], la["e.weight"] + more.entries["h.weight"])
 
     def test_a_proper_prior_shared_by_two_children_is_a_base_too(self):
         model = CASE.model()
@@ -256,6 +347,12 @@ class TestExpanded:
         assert gradient["4.weight"][3:].abs().max() == 0
         assert gradient["4.weight"][:3].abs().max() > 0
 
+    def test_a_layer_that_stacks_matrices_cannot_grow_in_place(self):
+        """A recurrent layer's gates are rows of one parameter: the old ones would not stay in front."""
+        posterior = holdfast.prior(nn.LSTM(3, 2), precision=1.0)
+        with pytest.raises(holdfast.MismatchError, match=r"`weight_ih_l0` of LSTM grew.*stacks"):
+            posterior.expanded(nn.LSTM(3, 4))
+
     def test_a_shrunk_layer_is_refused(self):
         small = relu_mlp().double()
         small[4] = nn.Linear(4, 2).double()
@@ -271,8 +368,16 @@ class TestExpanded:
         assert expanded.precision.diagonal()["embed.weight"][9:].sum() == 0
         untied = Tied()
         untied.head = nn.Linear(6, 9, bias=False)
-        with pytest.raises(holdfast.MismatchError, match=r"`embed.weight` and `head.weight` were one parameter"):
-            holdfast.penalty(untied, posterior)
+        attempts = [
+            lambda: holdfast.penalty(untied, posterior),
+            lambda: posterior.expanded(untied),
+            lambda: holdfast.restore_(untied, posterior),
+            lambda: holdfast.consolidate(posterior, untied, holdfast.Diagonal({"mix.bias": torch.ones(6)})),
+            lambda: holdfast.hold(torch.optim.SGD(untied.parameters(), lr=0.1), untied, posterior, num_data=1),
+        ]
+        for attempt in attempts:
+            with pytest.raises(holdfast.MismatchError, match=r"`embed.weight` and `head.weight` were one parameter"):
+                attempt()
 
 
 class TestDensity:

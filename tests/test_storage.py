@@ -586,3 +586,13 @@ def test_the_umask_says_who_may_read_the_file(path, umask, mode):
     finally:
         os.umask(before)
     assert stat.S_IMODE(path.stat().st_mode) == mode
+
+
+@pytest.mark.parametrize("name", ["", ".", "/", "a\0b", "x" * 300 + ".safetensors"])
+def test_a_path_that_cannot_be_a_file_is_refused(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(MemoryFileError):
+        holdfast.save(posterior(), name)
+    with pytest.raises(MemoryFileError):
+        holdfast.load(name)
+    assert os.listdir(tmp_path) == []

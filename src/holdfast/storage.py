@@ -40,7 +40,7 @@ def save(memory: Posterior | Memory, path: str | os.PathLike[str]) -> None:
     _rebuilt(facts, tensors)  # what could not be read again is not written
     description = _canonical({**facts, "sha256": _checksum(facts, tensors)})
     target = Path(path)
-    if not target.name or "\0" in str(target) or target.is_dir():
+    if not target.name or "\0" in str(target) or os.path.isdir(target):
         raise MemoryFileError(f"{str(path)!r} is not a file to write to. Give a name such as memory.safetensors.")
     temporary = target.with_name(f".{secrets.token_hex(8)}.tmp")
     try:
