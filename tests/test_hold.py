@@ -402,18 +402,72 @@ class TestTheGuard:
 
     def test_an_optimizer_that_moves_nothing_is_an_error(self):
         class Deaf(torch.optim.SGD):
+            """Made in a way of its own, so that it is not tried beforehand."""
+
+            def __init__(self, params, *, needed):
+                super().__init__(params, lr=needed)
+
             def step(self, closure=None):
                 pass
 
         model, posterior, x, y = start()
         with torch.no_grad():
             model[0].weight += 0.1
-        deaf = Deaf(model.parameters(), lr=0.1)
+        deaf = Deaf(model.parameters(), needed=0.1)
         with (
             pytest.raises(holdfast.InertError, match="steps of Deaf left"),
             holdfast.hold(deaf, model, posterior, num_data=N),
         ):
             loop(deaf, model, x, y)
+
+    def test_an_optimizer_that_does_not_read_the_gradients_is_an_error(self):
+        class Elsewhere(torch.optim.Optimizer):
+            """Moves the parameters by gradients kept in another place, as some large-model trainers do."""
+
+            def __init__(self, params, lr=0.1):
+                super().__init__(params, {"lr": lr})
+
+            @torch.no_grad()
+            def step(self, closure=None):
+                for parameter in (p for group in self.param_groups for p in group["params"]):
+                    parameter -= self.defaults["lr"] * getattr(parameter, "main_grad", torch.ones_like(parameter))
+
+        model, posterior, _, _ = start()
+        with pytest.raises(holdfast.InertError, match=r"Elsewhere takes the same step whatever `\.grad` says"):
+            holdfast.hold(Elsewhere(model.parameters()), model, posterior, num_data=N)
+
+    def test_an_optimizer_of_ones_own_that_does_is_not(self):
+        class Plain(torch.optim.Optimizer):
+            def __init__(self, params, lr=0.1):
+                super().__init__(params, {"lr": lr})
+
+            @torch.no_grad()
+            def step(self, closure=None):
+                for parameter in (p for group in self.param_groups for p in group["params"]):
+                    parameter -= self.defaults["lr"] * parameter.grad.sign()
+
+        class Unusual(Plain):
+            """Cannot be made from its defaults, so nothing is tried on it."""
+
+            def __init__(self, params, needed):
+                super().__init__(params)
+
+        for make in (Plain, lambda params: Unusual(params, needed=1)):
+            model, posterior, x, y = start()
+            optimizer = make(model.parameters())
+            with holdfast.hold(optimizer, model, posterior, num_data=N):
+                loop(optimizer, model, x, y)
+
+    def test_all_may_be_frozen_for_a_while(self):
+        """As when a new head is trained first."""
+        model, posterior, x, y = start()
+        grown = nn.Sequential(*model, nn.Linear(3, 3).double())
+        optimizer = torch.optim.SGD(grown.parameters(), lr=0.1)
+        with holdfast.hold(optimizer, grown, posterior, num_data=N):
+            grown[:5].requires_grad_(False)
+            loop(optimizer, grown, x, y, steps=2)
+            grown[:5].requires_grad_(True)
+            loop(optimizer, grown, x, y, steps=2)
 
     def test_an_optimizer_that_has_converged_is_not(self):
         """LBFGS without a line search evaluates its closure many times in a step, and may end where it began."""

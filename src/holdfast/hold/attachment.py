@@ -1,9 +1,7 @@
-"""The attachment to an optimizer: every step feels the data's gradient and the pull of what was known."""
+"""Every step feels the data's gradient and the pull of what was known."""
 
 from __future__ import annotations
 
-import warnings
-from collections import Counter
 from collections.abc import Callable, Sequence
 from os import PathLike
 from types import TracebackType
@@ -14,15 +12,19 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .errors import ArgumentError, HoldfastWarning, InertError, MismatchError, require_number
-from .params import all_parameters
-from .penalty import Quadratic, Term
-from .posterior import Memory, Posterior, as_posterior
-from .posterior.product import require_counted_once
-from .precision import Precision
-
-# How many steps may leave every pulled parameter unchanged (tiny steps can round to nothing) before it is an error.
-_PATIENCE = 3
+from ..errors import ArgumentError, InertError, MismatchError, require_number
+from ..penalty import Quadratic, Term
+from ..posterior import Memory, Posterior, as_posterior
+from ..posterior.product import require_counted_once
+from ..precision import Precision
+from .guard import (
+    Watch,
+    parameters,
+    require_gradient_matters,
+    require_reach,
+    require_something_trains,
+    warn_of_weight_decay,
+)
 
 Held = Posterior | Memory | Term
 
@@ -81,8 +83,7 @@ class Handle:
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._steps = 0
         self._held = self._lookup()
-        self._watched: list[tuple[str, nn.Parameter, int, Tensor]] = []
-        self._unfelt: int | None = 0  # steps that pulled at parameters and moved none; None once one moved
+        self._watch = Watch()
 
     @property
     def strength(self) -> float:
@@ -146,8 +147,12 @@ class Handle:
                     "this optimizer is already held, and both penalties would act. Call remove() on the first handle "
                     "(or leave its `with` block); to hold to several posteriors, give hold a list of them."
                 )
-        self._require_reach()
-        self._warn_of_weight_decay()
+        if self._held:
+            require_something_trains(self._held)
+            require_reach(self._held, self._optimizers, self._model)
+            for optimizer in self._optimizers:
+                require_gradient_matters(optimizer)
+            warn_of_weight_decay(self._held, self._optimizers, stacklevel=3)
         for optimizer in self._optimizers:
             self._hooks.append(optimizer.register_step_pre_hook(self._before))
             self._hooks.append(optimizer.register_step_post_hook(self._after))
@@ -163,47 +168,6 @@ class Handle:
         for optimizer in self._optimizers:
             if _held_by.get(optimizer) is self:
                 del _held_by[optimizer]
-
-    def _require_reach(self) -> None:
-        """Every held parameter that trains must be in a held optimizer."""
-        if not self._held:
-            return
-        live = {name: p for name, p in self._held.items() if p.requires_grad}
-        if not live:
-            raise InertError(
-                "every held parameter is frozen, so there is nothing to hold. Unfreeze them, or do not hold."
-            )
-        owned = Counter(id(p) for optimizer in self._optimizers for p in _parameters(optimizer))
-        twice = [name for name, p in live.items() if owned[id(p)] > 1]
-        if twice:
-            raise ArgumentError(f"`{twice[0]}` is in two of the optimizers given to hold, and would be pulled twice.")
-        reached = set(owned)
-        missed = [name for name, p in live.items() if id(p) not in reached]
-        if missed:
-            known = {id(p) for p in all_parameters(self._model).values()}
-            foreign = not (reached & known)
-            cause = (
-                "It holds none of the model's: was it made for a copy of the model, or before the model was replaced?"
-                if foreign
-                else "Give hold all the optimizers that train the model, as a list, or freeze what does not train."
-            )
-            raise InertError(
-                f"`{missed[0]}` is held, but no optimizer given to hold has it ({len(missed)} such parameters). {cause}"
-            )
-
-    def _warn_of_weight_decay(self) -> None:
-        ids = {id(p) for p in self._held.values()}
-        for optimizer in self._optimizers:
-            for group in optimizer.param_groups:
-                decay = group.get("weight_decay", 0.0)
-                count = sum(id(p) in ids for p in group["params"])
-                if decay and count:
-                    warnings.warn(
-                        f"weight decay {decay} acts on {count} held parameters: a second prior, which pulls them to "
-                        "zero and away from what was learned. Set weight_decay=0 while holding.",
-                        HoldfastWarning,
-                        stacklevel=4,
-                    )
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         self._steps += 1
@@ -231,47 +195,22 @@ class Handle:
     def _add_gradient(self, optimizer: Optimizer) -> Tensor:
         """Add strength/N · ∇penalty to the gradients this optimizer will use; returns what that adds to the loss."""
         self._held = self._lookup()
-        self._require_reach()
+        require_reach(self._held, self._optimizers, self._model)
         # Where the optimizer climbs, the penalty is what is taken off the objective.
         sign = -1.0 if _climbs(optimizer) else 1.0
         scale = sign * self.strength / self._num_data
         # A fused optimizer divides by the scaler's factor inside its kernel: the pull must be scaled up alike.
         loss_scale = getattr(optimizer, "grad_scale", None)
-        ours = {id(p) for p in _parameters(optimizer) if p.requires_grad}
+        ours = {id(parameter) for parameter in parameters(optimizer) if parameter.requires_grad}
         factor = scale if loss_scale is None else scale * loss_scale
         value: Tensor = sum(term.add_gradient_(self._model, factor, ours) for term in self._terms)  # type: ignore[assignment]
-        if self._unfelt is not None and not self._watched and bool(value > 0) and scale != 0:
-            self._watch(ours)
+        if not self._watch.satisfied and scale != 0 and bool(value > 0):
+            self._watch.before(self._held, ours)
         return scale * value
 
-    def _watch(self, ours: set[int]) -> None:
-        """Remember the held parameters that are about to be updated, until one is seen to be."""
-        self._watched = [
-            (name, p, p._version, p.detach().flatten()[:4096].clone())
-            for name, p in self._held.items()
-            if id(p) in ours and p.grad is not None and bool(p.grad.any())
-        ]
-
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Check, once, that a step with a pull moved what it pulled at."""
-        skipped = getattr(optimizer, "found_inf", None)
-        idle = all(float(group.get("lr", 1.0)) == 0 for group in optimizer.param_groups)
-        if not self._watched or idle or (skipped is not None and bool(skipped)):
-            self._watched = []
-            return
-        moved = any(
-            p._version != version or not torch.equal(p.detach().flatten()[:4096], before)
-            for _, p, version, before in self._watched
-        )
-        name = self._watched[0][0]
-        self._watched = []
-        self._unfelt = None if moved else (self._unfelt or 0) + 1
-        if self._unfelt is not None and self._unfelt >= _PATIENCE:
-            raise InertError(
-                f"{_PATIENCE} steps of {type(optimizer).__name__} left `{name}` and every other held parameter as it "
-                "was though they had gradients, so the penalty does nothing. Does it keep its own copy of the weights? "
-                "Hold the optimizer that updates the model's parameters."
-            )
+        if not self._watch.satisfied:
+            self._watch.after(optimizer)
 
 
 def _as_term(held: Held, model: nn.Module) -> Term:
@@ -309,7 +248,3 @@ def _innermost(optimizer: Optimizer) -> Optimizer:
     if not isinstance(optimizer, Optimizer):
         raise ArgumentError(f"hold needs a torch.optim.Optimizer (or a list of them), got {type(optimizer).__name__}.")
     return optimizer
-
-
-def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

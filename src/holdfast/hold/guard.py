@@ -1,0 +1,135 @@
+"""A hold must be able to say that it did nothing: what is checked before, during and after the steps."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..errors import ArgumentError, HoldfastError, HoldfastWarning, InertError
+from ..params import all_parameters
+
+# How many steps may leave every pulled parameter unchanged (tiny steps can round to nothing) before it is an error.
+_PATIENCE = 3
+
+
+def parameters(optimizer: Optimizer) -> list[nn.Parameter]:
+    """All the parameters of all the groups."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def require_something_trains(held: Mapping[str, nn.Parameter]) -> None:
+    """Raise where everything that would be held is frozen."""
+    if held and not any(parameter.requires_grad for parameter in held.values()):
+        raise InertError("every held parameter is frozen, so there is nothing to hold. Unfreeze them, or do not hold.")
+
+
+def require_reach(held: Mapping[str, nn.Parameter], optimizers: Sequence[Optimizer], model: nn.Module) -> None:
+    """Every held parameter that trains must be in one held optimizer."""
+    live = {name: parameter for name, parameter in held.items() if parameter.requires_grad}
+    owned = Counter(id(parameter) for optimizer in optimizers for parameter in parameters(optimizer))
+    twice = [name for name, parameter in live.items() if owned[id(parameter)] > 1]
+    if twice:
+        raise ArgumentError(f"`{twice[0]}` is in two of the optimizers given to hold, and would be pulled twice.")
+    missed = [name for name, parameter in live.items() if id(parameter) not in owned]
+    if missed:
+        known = {id(parameter) for parameter in all_parameters(model).values()}
+        cause = (
+            "Give hold all the optimizers that train the model, as a list, or freeze what does not train."
+            if known & set(owned)
+            else "It holds none of the model's: was it made for a copy of the model, or before the model was replaced?"
+        )
+        raise InertError(
+            f"`{missed[0]}` is held, but no optimizer given to hold has it ({len(missed)} such parameters). {cause}"
+        )
+
+
+def require_gradient_matters(optimizer: Optimizer) -> None:
+    """Raise for an optimizer that takes the same step whatever `.grad` says: the pull could not reach it.
+
+    Optimizers of torch are known to read it. Others are tried on a parameter of their own, once with a gradient and
+    once with its opposite; those that cannot be made from their defaults are not tried.
+    """
+    if type(optimizer).__module__.startswith("torch.optim"):
+        return
+    ends = []
+    for sign in (1.0, -1.0):
+        trial = nn.Parameter(torch.ones(2, 2))
+        trial.grad = sign * torch.tensor([[0.5, -0.25], [1.0, 2.0]])
+        try:
+            fresh = type(optimizer)([trial], **optimizer.defaults)
+            idle = all(float(group.get("lr", 1.0)) == 0 for group in fresh.param_groups)
+            fresh.step()
+        except HoldfastError:
+            raise
+        except Exception:  # any optimizer may want anything; then nothing is known
+            return
+        if idle:
+            return
+        ends.append(trial.detach().clone())
+    if torch.equal(ends[0], ends[1]):
+        raise InertError(
+            f"{type(optimizer).__name__} takes the same step whatever `.grad` says, so a pull added there would do "
+            "nothing. Hold an optimizer that reads the gradients, or add holdfast.penalty(model, posterior) / num_data "
+            "to the loss."
+        )
+
+
+def warn_of_weight_decay(held: Mapping[str, nn.Parameter], optimizers: Sequence[Optimizer], stacklevel: int) -> None:
+    """Warn where a second prior, at zero, acts on what is held."""
+    ids = {id(parameter) for parameter in held.values()}
+    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+        decay = group.get("weight_decay", 0.0)
+        count = sum(id(parameter) in ids for parameter in group["params"])
+        if decay and count:
+            warnings.warn(
+                f"weight decay {decay} acts on {count} held parameters: a second prior, which pulls them to zero and "
+                "away from what was learned. Set weight_decay=0 while holding.",
+                HoldfastWarning,
+                stacklevel=stacklevel + 1,
+            )
+
+
+class Watch:
+    """Sees, once, that a step with a pull moved something that was pulled at."""
+
+    def __init__(self) -> None:
+        self._seen: list[tuple[str, nn.Parameter, int, Tensor]] = []
+        self._unmoved = 0
+        self.satisfied = False
+
+    def before(self, held: Mapping[str, nn.Parameter], ours: Collection[int]) -> None:
+        """Remember the held parameters that are about to be updated. The first call of a step counts."""
+        if not self._seen:
+            self._seen = [
+                (name, parameter, parameter._version, _sample(parameter))
+                for name, parameter in held.items()
+                if id(parameter) in ours and parameter.grad is not None and bool(parameter.grad.any())
+            ]
+
+    def after(self, optimizer: Optimizer) -> None:
+        """Raise when several such steps in a row have left all of them as they were."""
+        seen, self._seen = self._seen, []
+        skipped = getattr(optimizer, "found_inf", None)  # a gradient scaler's verdict
+        idle = all(float(group.get("lr", 1.0)) == 0 for group in optimizer.param_groups)
+        if not seen or idle or (skipped is not None and bool(skipped)):
+            return
+        self.satisfied = any(
+            parameter._version != version or not torch.equal(_sample(parameter), values)
+            for _, parameter, version, values in seen
+        )
+        self._unmoved += 1
+        if not self.satisfied and self._unmoved >= _PATIENCE:
+            raise InertError(
+                f"{_PATIENCE} steps of {type(optimizer).__name__} left `{seen[0][0]}` and every other held parameter "
+                "as it was though they had gradients, so the penalty does nothing. Does it keep its own copy of the "
+                "weights? Hold the optimizer that updates the model's parameters."
+            )
+
+
+def _sample(parameter: Tensor) -> Tensor:
+    return parameter.detach().flatten()[:4096].clone()
