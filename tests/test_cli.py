@@ -71,7 +71,7 @@ def test_inspect_of_a_description_that_lacks_its_parts_is_one_line(tmp_path):
     save_file({"mean.w": torch.zeros(1)}, path, {"holdfast": '{"format":1}'})
     result = runner.invoke(app, ["inspect", str(path)])
     assert result.exit_code == 1
-    assert "it lacks id, likelihood" in result.output.replace("\n", " ")
+    assert "not valid (see id, likelihood" in result.output.replace("\n", " ")
 
 
 @pytest.mark.parametrize("content", [b"", b"PK\x03\x04", b"not a memory at all"])
@@ -96,7 +96,12 @@ def test_merge_writes_the_product(memories):
 
 def test_merge_of_what_does_not_fit_is_one_line(memories):
     a, other = (str(memories / f"{name}.safetensors") for name in ("a", "other"))
-    for files, message in [([a, a], "count twice"), ([a, other], "has shape"), ([a], "at least two")]:
+    for files, message in [
+        ([a, a], "count twice"),
+        ([a, other], "has shape"),
+        ([a], "at least two"),
+        ([a, a, "--base", str(memories / "x.safetensors")], "files to read"),
+    ]:
         result = runner.invoke(app, ["merge", *files, "--out", str(memories / "x.safetensors")])
         assert result.exit_code == 1
         assert message in result.output.replace("\n", " ")

@@ -1,5 +1,7 @@
 import copy
+import gc
 import itertools
+import weakref
 
 import pytest
 import torch
@@ -188,6 +190,51 @@ def test_several_optimizers_share_one_hold():
 
 
 @pytest.mark.parametrize("closure", [False, True])
+def test_a_subclass_that_calls_its_parents_step_is_pulled_once(closure):
+    """Torch hooks the step of every class that was ever instantiated: a step within a step fires them twice."""
+
+    class Child(torch.optim.SGD):
+        def step(self, closure=None):
+            if self.broken:
+                raise KeyError
+            return super().step(closure)
+
+    ends = []
+    for make in (torch.optim.SGD, Child):
+        model, posterior, x, y = start()
+        optimizer = make(model.parameters(), lr=0.1)
+        optimizer.broken = False
+        with holdfast.hold(optimizer, model, posterior, num_data=N, strength=STRENGTH) as handle:
+            loop(optimizer, model, x, y, closure=closure, steps=2)
+            if make is Child:  # a step that failed is not a step under way
+                before, optimizer.broken = handle.steps, True
+                with pytest.raises(KeyError):
+                    optimizer.step()
+                optimizer.broken = False
+                optimizer.zero_grad()
+                assert handle.steps == before + 1
+            loop(optimizer, model, x, y, closure=closure, steps=2)
+            assert handle.steps == (4 if make is torch.optim.SGD else 5)
+        ends.append(weights(model))
+    assert torch.equal(ends[0], ends[1])
+
+
+def test_a_step_may_take_something_else_than_a_closure():
+    class Told(torch.optim.SGD):
+        def step(self, scale=1.0):
+            return super().step() or scale
+
+    model, posterior, _, _ = start()
+    with torch.no_grad():
+        model[0].weight += 0.1
+    optimizer = Told(model.parameters(), lr=0.1)
+    expected = model[0].weight - 0.1 * holdfast.penalty_gradient(model, posterior)["0.weight"] / N
+    with holdfast.hold(optimizer, model, posterior, num_data=N):
+        assert optimizer.step(3.0) == 3.0
+    torch.testing.assert_close(model[0].weight, expected, rtol=0, atol=1e-15)
+
+
+@pytest.mark.parametrize("closure", [False, True])
 def test_an_optimizer_that_climbs_is_held_too(closure):
     ends = []
     for held in (True, False):
@@ -367,6 +414,27 @@ class TestTheGuard:
         ):
             loop(stray, model, x, y)  # a copy has no hooks
 
+    def test_one_of_two_optimizers_that_never_steps_is_an_error(self):
+        model, posterior, x, y = start()
+        first, second = (torch.optim.SGD(part.parameters(), lr=0.1) for part in (model[:2], model[2:]))
+        with (
+            pytest.raises(holdfast.InertError, match="SGD never made a step"),
+            holdfast.hold([first, second], model, posterior, num_data=N),
+        ):
+            loop(first, model, x, y)
+
+    def test_a_hold_that_nobody_keeps_goes_with_its_model(self):
+        def held():
+            model, posterior, x, y = start()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            holdfast.hold(optimizer, model, posterior, num_data=N)
+            loop(optimizer, model, x, y)
+            return weakref.ref(model)
+
+        gone = held()
+        gc.collect()
+        assert gone() is None
+
     def test_no_parameter_in_common_is_an_error(self):
         _, posterior, _, _ = start()
         other = nn.Linear(2, 2)
@@ -415,10 +483,10 @@ class TestTheGuard:
             model[0].weight += 0.1
         deaf = Deaf(model.parameters(), needed=0.1)
         with (
-            pytest.raises(holdfast.InertError, match="steps of Deaf left"),
+            pytest.raises(holdfast.InertError, match="100 steps of Deaf left"),
             holdfast.hold(deaf, model, posterior, num_data=N),
         ):
-            loop(deaf, model, x, y)
+            loop(deaf, model, x, y, steps=101)
 
     def test_an_optimizer_that_does_not_read_the_gradients_is_an_error(self):
         class Elsewhere(torch.optim.Optimizer):
@@ -458,6 +526,37 @@ class TestTheGuard:
             with holdfast.hold(optimizer, model, posterior, num_data=N):
                 loop(optimizer, model, x, y)
 
+    def test_one_that_gathers_gradients_or_steps_tinily_is_not(self):
+        class Gathers(torch.optim.SGD):
+            """Steps every eighth time."""
+
+            def __init__(self, params, lr=0.1):
+                super().__init__(params, lr=lr)
+                self.calls = 0
+
+            def step(self, closure=None):
+                self.calls += 1
+                return super().step(closure) if self.calls % 8 == 0 else None
+
+        for make in (Gathers, lambda params: Gathers(params, lr=1e-12)):
+            model, posterior, x, y = start()
+            optimizer = make(model.parameters())
+            with holdfast.hold(optimizer, model, posterior, num_data=N):
+                loop(optimizer, model, x, y, steps=20)
+
+    def test_trying_an_optimizer_draws_no_random_numbers(self):
+        class Noisy(torch.optim.SGD):
+            @torch.no_grad()
+            def step(self, closure=None):
+                for parameter in (p for group in self.param_groups for p in group["params"]):
+                    parameter += 0.01 * torch.randn_like(parameter)
+
+        model, posterior, _, _ = start()
+        optimizer = Noisy(model.parameters(), lr=0.1)
+        state = torch.get_rng_state()
+        holdfast.hold(optimizer, model, posterior, num_data=N)
+        assert torch.equal(torch.get_rng_state(), state)
+
     def test_all_may_be_frozen_for_a_while(self):
         """As when a new head is trained first."""
         model, posterior, x, y = start()
@@ -478,6 +577,9 @@ class TestTheGuard:
         optimizer = torch.optim.LBFGS(model.parameters(), max_iter=200, tolerance_change=1e-14)
         with holdfast.hold(optimizer, model, posterior, num_data=30):
             loop(optimizer, model, x, y, closure=True, steps=6)
+        again = torch.optim.LBFGS(model.parameters(), tolerance_grad=1.0)
+        with holdfast.hold(again, model, posterior, num_data=30):
+            loop(again, model, x, y, closure=True, steps=6)
 
     def test_a_warm_up_from_zero_is_not(self):
         model, posterior, x, y = start()

@@ -18,6 +18,11 @@ def fisher(model, seed=0, n=12, structure=holdfast.diagonal_fisher):
     return structure(model, [(x, torch.randint(0, 3, (n,), generator=generator))], holdfast.categorical)
 
 
+def _float_fisher(model, seed):
+    x, y = torch.randn(6, 5, generator=torch.Generator().manual_seed(seed)), torch.arange(6) % 3
+    return holdfast.diagonal_fisher(model, [(x, y)], holdfast.categorical)
+
+
 def trained(seed, posterior=None, structure=holdfast.diagonal_fisher):
     """A posterior made at random weights of its own."""
     torch.manual_seed(seed)
@@ -91,6 +96,65 @@ class TestConsolidate:
             torch.testing.assert_close(flat(in_place.mean), flat(plain.mean))
             torch.testing.assert_close(flat(in_place.precision.diagonal()), flat(plain.precision.diagonal()))
             assert in_place.num_data == pytest.approx(plain.num_data)
+
+    def test_a_negative_hessian_is_refused_in_a_sum_too(self):
+        mean = {"w": torch.zeros(2, dtype=torch.float64), "b": torch.zeros(2, dtype=torch.float64)}
+        body = holdfast.Diagonal({"w": torch.full((2,), 0.1, dtype=torch.float64)})
+        head = holdfast.Dense({"b": torch.Size([2])}, torch.eye(2, dtype=torch.float64))
+        posterior = holdfast.Posterior(mean, body + head)
+        model = nn.ParameterDict({name: nn.Parameter(value + 1) for name, value in mean.items()})
+
+        def curved(w, b):
+            entries = {"w": torch.tensor(w, dtype=torch.float64), "b": torch.tensor(b, dtype=torch.float64)}
+            return holdfast.SignedDiagonal(entries)
+
+        with pytest.raises(holdfast.ArgumentError, match=r"negative entries: 1 in `w`"):
+            holdfast.consolidate(posterior, model, curved([-5.0, 1.0], [0.0, 0.0]))
+        with pytest.raises(holdfast.ArgumentError, match="Hessian"):
+            holdfast.Posterior(mean, head + curved([-5.0, 1.0], [0.0, 0.0]))
+        after = holdfast.consolidate(posterior, model, curved([1.0, 2.0], [0.5, 0.5]))
+        torch.testing.assert_close(flat(after.precision.diagonal()), torch.tensor([1.1, 2.1, 1.5, 1.5]).double())
+        whole = holdfast.Dense({"w": torch.Size([2]), "b": torch.Size([2])}, torch.eye(4, dtype=torch.float64))
+        less = whole + curved([-0.5, 1.0], [0.0, 0.0])
+        torch.testing.assert_close(less.matrix.diagonal(), torch.tensor([0.5, 2.0, 1.0, 1.0]).double())
+
+    def test_values_share_no_memory_with_what_they_were_made_from(self):
+        """So that working in place on one changes no other."""
+        model = CASE.model()
+        first = fisher(model, 1)
+        made = holdfast.consolidate(holdfast.prior(model), model, first)
+        expanded = made.expanded(model)
+        merged = holdfast.merge(holdfast.prior(model), made)
+        before = [first.entries["0.weight"].clone(), made.id]
+        for value in (made, expanded, merged):
+            holdfast.consolidate_(value, model, fisher(model, 2))
+            assert torch.equal(first.entries["0.weight"], before[0])
+            if value is made:
+                before[1] = made.id
+            assert made.id == before[1]
+
+    def test_in_place_checks_everything_before_it_writes(self):
+        model = CASE.model()
+        posterior = holdfast.consolidate(holdfast.prior(model), model, fisher(model))
+        second, before = fisher(model, 1), posterior.id
+        with torch.no_grad():
+            model[0].weight += 1
+            model[4].bias[0] = torch.nan
+        unchecked = holdfast.Diagonal(second.entries)
+        with pytest.raises(holdfast.ArgumentError, match=r"mean of 4.bias.*not finite"):
+            holdfast.consolidate_(posterior, model, unchecked)
+        assert posterior.id == before
+
+    @pytest.mark.parametrize("verb", [holdfast.consolidate, holdfast.consolidate_])
+    def test_half_precision_memories_are_added_to_in_float32(self, verb):
+        model = CASE.model().float()
+        low = holdfast.consolidate(holdfast.prior(model), model, _float_fisher(model, 1)).to(dtype=torch.bfloat16)
+        old = low.precision.diagonal()["0.weight"].float()
+        more = _float_fisher(model, 2)
+        expected = old + more.entries["0.weight"]
+        after = verb(low, model, more).precision.diagonal()["0.weight"]
+        assert after.dtype == torch.float32
+        torch.testing.assert_close(after, expected)
 
     @pytest.mark.parametrize("verb", [holdfast.consolidate, holdfast.consolidate_])
     @pytest.mark.parametrize("start", [0.5, None])
@@ -226,6 +290,22 @@ class TestMerge:
         assert len(gone.sources) == 1
         assert holdfast.merge(first, gone).num_data == 24
 
+    def test_tied_here_and_apart_there_is_refused(self):
+        apart = holdfast.Posterior(
+            {"a": torch.ones(1), "b": torch.full((1,), 5.0)},
+            holdfast.Diagonal({"a": torch.full((1,), 100.0), "b": torch.ones(1)}),
+        )
+        tied = holdfast.Posterior({"b": torch.zeros(1)}, holdfast.Diagonal({"b": torch.ones(1)}), {"b": ("a",)})
+        with pytest.raises(holdfast.MismatchError, match="one tied parameter in one posterior and two in the other"):
+            holdfast.merge(apart, tied)
+
+    def test_the_widest_dtype_wins_whatever_the_order(self):
+        low, high = trained(0).to(dtype=torch.bfloat16), trained(1)
+        for merged in (holdfast.merge(low, high), holdfast.merge(high, low)):
+            assert {value.dtype for value in merged.mean.values()} == {torch.float64}
+        halves = holdfast.merge(trained(0).to(dtype=torch.bfloat16), trained(1).to(dtype=torch.bfloat16))
+        assert {value.dtype for value in halves.mean.values()} == {torch.float32}
+
     def test_tied_parameters_are_one_whatever_they_are_called(self):
         """The same model with its two tied layers registered in the other order."""
 
@@ -252,6 +332,7 @@ class TestMerge:
         assert "h.weight" in posteriors[1].mean
         merged = holdfast.merge(*posteriors)
         assert list(merged.mean) == ["h.weight", "free.weight", "free.bias"]
+        assert merged.ties == {"h.weight": ("e.weight",)}
         (a, b), (la, lb) = (p.mean for p in posteriors), (p.precision.diagonal() for p in posteriors)
         mean = (la["e.weight"] * a["e.weight"] + lb["h.weight"] * b["h.weight"]) / (la["e.weight"] + lb["h.weight"])
         torch.testing.assert_close(merged.mean["h.weight"], mean)

@@ -23,6 +23,7 @@ try:
     from rich.box import SIMPLE_HEAD
     from rich.columns import Columns
     from rich.console import Console
+    from rich.markup import escape
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
     from rich.table import Table
 except ImportError as missing:  # the core installs without them
@@ -93,7 +94,9 @@ def demo(
     _write(out, _demo_page(experiment, runs, chosen, seconds))
     if figure is not None:
         _write(figure, forgetting(runs))
-    console.print(f"{seconds:.0f} s. The page with the curves: [bold]{out.resolve()}[/bold]", soft_wrap=True)
+    console.print(
+        f"{seconds:.0f} s. The page with the curves: [bold]{escape(str(out.resolve()))}[/bold]", soft_wrap=True
+    )
 
 
 @app.command()
@@ -106,17 +109,17 @@ def inspect(file: Annotated[Path, typer.Argument(help="A memory file.")]) -> Non
     rows = [
         ("format", facts["format"]),
         ("stands for", f"{facts['num_data']:g} {facts['unit']}s" if facts["unit"] else "nothing yet: a prior"),
-        ("learned from", "\n".join(facts["tasks"]) or "nothing"),
-        ("targets", ", ".join(facts["targets"]) or "none"),
-        ("structure", facts["precision"]["kind"]),
+        ("learned from", "\n".join(map(str, facts["tasks"])) or "nothing"),
+        ("targets", ", ".join(map(str, facts["targets"])) or "none"),
+        ("structure", facts["precision"].get("kind", "unknown")),
         ("parameters", f"{entries:,} in {sum(name.startswith('mean.') for name in shapes)} tensors"),
         ("buffers", sum(name.startswith("buffers.") for name in shapes)),
         ("id", facts["id"]),
-        ("parents", ", ".join(facts["parents"]) or "none"),
+        ("parents", ", ".join(map(str, facts["parents"])) or "none"),
         ("bytes", f"{file.stat().st_size:,}"),
     ]
     for name, value in rows:
-        table.add_row(f"[dim]{name}[/dim]", str(value))
+        table.add_row(f"[dim]{name}[/dim]", escape(str(value)))
     console.print(table)
 
 
@@ -128,8 +131,8 @@ def merge(
 ) -> None:
     """Multiply memories of one model, made apart, into one."""
 
-    if out.resolve() in {file.resolve() for file in files}:
-        sys.exit(f"{out} is one of the files to merge. Write to another.")
+    if out.resolve() in {file.resolve() for file in (*files, *([base] if base else []))}:
+        sys.exit(f"{out} is one of the files to read. Write to another.")
 
     def work() -> list[Memory]:
         parts = [load(file) for file in files]
@@ -137,7 +140,7 @@ def merge(
         return parts
 
     parts = _or_exit(work)
-    console.print(f"Wrote [bold]{out}[/bold].", soft_wrap=True)
+    console.print(f"Wrote [bold]{escape(str(out))}[/bold].", soft_wrap=True)
     if any(part.buffers for part in parts):
         console.print("Buffers (BatchNorm statistics) have no product and were left out: recompute them.")
 

@@ -42,7 +42,7 @@ def fingerprint(tensors: Mapping[str, Tensor]) -> str:
 
 
 def _integers(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach()
+    tensor = tensor.detach().resolve_conj().resolve_neg()
     if tensor.dtype == torch.bool or tensor.is_complex():
         tensor = tensor.to(torch.uint8) if tensor.dtype == torch.bool else torch.view_as_real(tensor)
     return tensor.contiguous().view(_BITS[tensor.element_size()])

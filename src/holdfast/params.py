@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -181,7 +181,7 @@ def matched(
     return {name: found[name] for name in wanted}
 
 
-def renaming(names: Iterable[str], known: Iterable[str], ties: Mapping[str, tuple[str, ...]]) -> dict[str, str]:
+def renaming(names: Collection[str], known: Iterable[str], ties: Mapping[str, tuple[str, ...]]) -> dict[str, str]:
     """For each of `names` that `known` has under another of its tied names, that name."""
     known = set(known)
     groups = [{name, *more} for name, more in ties.items()]
@@ -190,6 +190,12 @@ def renaming(names: Iterable[str], known: Iterable[str], ties: Mapping[str, tupl
         others = {other for group in groups if name in group for other in group} & known
         if name not in known and others:
             found[name] = min(others)
+    unsaid = [name for name, other in found.items() if other in names or list(found.values()).count(other) > 1]
+    if unsaid:
+        raise MismatchError(
+            f"`{unsaid[0]}` and `{found[unsaid[0]]}` are one tied parameter in one posterior and two in the other. "
+            "Make both from models that tie the same parameters."
+        )
     return found
 
 

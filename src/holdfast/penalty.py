@@ -27,7 +27,7 @@ def penalty(model: nn.Module, posterior: Posterior | Memory) -> Tensor:
     require_something_held(posterior)
     delta = posterior.delta(model)
     if not posterior.precision.shapes:  # a flat prior: zero, with a graph, so that a loop need not ask
-        return 0.0 * next(iter(delta.values())).sum()
+        return sum((0.0 * value.sum() for value in delta.values()), start=torch.zeros(()))
     return (0.5 * posterior.precision.quadratic(delta)).to(next(model.parameters()).device)
 
 

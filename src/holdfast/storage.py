@@ -24,9 +24,9 @@ from .precision.kinds import described, made
 
 FORMAT = 1
 _KEY = "holdfast"
-_KEYS = {
-    "format", "precision", "num_data", "unit", "likelihood", "targets", "tasks", "parents", "id", "ties", "model",
-    "order", "sha256",
+_KEYS: dict[str, type | tuple[type, ...]] = {
+    "format": int, "precision": dict, "num_data": (int, float), "unit": str, "likelihood": list, "targets": list,
+    "tasks": list, "parents": list, "id": str, "ties": dict, "model": str, "order": list, "sha256": str,
 }  # fmt: skip
 
 Taken = TypeVar("Taken")
@@ -114,9 +114,9 @@ def _read_facts(path: str | os.PathLike[str], metadata: Mapping[str, str]) -> di
         raise MemoryFileError(
             f"{path} has format {version}; this holdfast reads up to {FORMAT}. Update holdfast to read it."
         )
-    missing = sorted(_KEYS - set(facts))
-    if missing:
-        raise MemoryFileError(f"{path}: its description is not valid (it lacks {', '.join(missing)}).")
+    wrong = sorted(key for key, kind in _KEYS.items() if not isinstance(facts.get(key), kind))
+    if wrong:
+        raise MemoryFileError(f"{path}: its description is not valid (see {', '.join(wrong)}).")
     return facts
 
 

@@ -76,6 +76,42 @@ def test_models_whose_examples_are_not_separate_are_refused(fisher, make, likeli
         fisher(make(), [data()], likelihood)
 
 
+def test_every_form_of_batch_is_checked():
+    class SometimesCenters(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.head = nn.Linear(5, 3)
+
+        def forward(self, x):
+            return self.head(x - x.mean(0) if len(x) == 6 else x)
+
+    batches = [(torch.randn(n, 5), torch.arange(n) % 3) for n in (4, 4, 6)]
+    with pytest.raises(holdfast.DataError, match=r"batch 2.*see each other"):
+        holdfast.diagonal_fisher(SometimesCenters(), batches, holdfast.categorical)
+
+
+def test_a_small_influence_of_the_neighbors_is_seen():
+    class Leaks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.head = nn.Linear(5, 3)
+
+        def forward(self, x):
+            return self.head(x + 0.03 * x.mean(0))
+
+    with pytest.raises(holdfast.DataError, match="see each other"):
+        holdfast.diagonal_fisher(Leaks(), [(torch.randn(4, 5) + 3, torch.arange(4) % 3)], holdfast.categorical)
+
+
+def test_losses_and_inputs_that_cannot_be_used_are_named():
+    y = torch.arange(4) % 3
+    infinite = holdfast.custom(lambda output, target: output.sum(1) / 0, name="broken")
+    with pytest.raises(holdfast.DataError, match="broken gave a value that is not finite"):
+        holdfast.diagonal_fisher(nn.Linear(5, 3), [(torch.randn(4, 5), y)], infinite)
+    with pytest.raises(holdfast.DataError, match="sparse"):
+        holdfast.diagonal_fisher(nn.Linear(5, 3), [(torch.randn(4, 5).to_sparse(), y)], holdfast.categorical)
+
+
 def test_batch_statistics_in_evaluation_mode_are_refused_by_name():
     model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4, track_running_stats=False), nn.Linear(4, 3))
     with pytest.raises(holdfast.DataError, match=r"`1` normalizes by the statistics of the batch"):
@@ -176,6 +212,9 @@ def test_datasets_are_told_apart_by_order_within_an_example_and_by_pairing_and_n
     assert same == identity((x[:2], y[:2]), (x[2:], y[2:])) == identity((x[rows], y[rows]))
     others = {identity((x.flip(1), y)), identity((x, y.roll(1))), identity((x[:5], y[:5])), identity((x + 1e-9, y))}
     assert len(others) == 4
+    pair = nn.Bilinear(4, 4, 3).double()
+    swapped = [holdfast.diagonal_fisher(pair, [(a, b, y)], holdfast.categorical) for a, b in ((x, x + 1), (x + 1, x))]
+    assert swapped[0].sources[0].id != swapped[1].sources[0].id
     assert same not in others
 
 

@@ -214,6 +214,39 @@ def test_a_dense_sum_too_large_is_refused_with_its_size():
         wide.dense()
 
 
+def test_a_matrix_that_is_negative_somewhere_is_no_precision():
+    wrong = Dense({"b": torch.Size([2])}, torch.tensor([[1.0, 2.0], [2.0, 1.0]]))
+    for method in (wrong.logdet, wrong.sample, lambda: wrong.solve({"b": torch.ones(2)})):
+        with pytest.raises(ArgumentError, match="negative in 1 of 2 directions"):
+            method()
+
+
+def test_taking_out_leaves_no_rounding_below_zero_and_no_more_than_there_is():
+    whole, part = diagonal(1).to(dtype=torch.float32), diagonal(2).to(dtype=torch.float32)
+    rest = (whole + 1e6 * part) - 1e6 * part
+    assert all(bool((entries >= 0).all()) for entries in rest.entries.values())
+    with pytest.raises(MismatchError, match="more precision"):
+        dense(1) - 1000 * diagonal(2)
+
+
+def test_nothing_is_a_precision_too():
+    nothing, some = Diagonal({}), diagonal(1)
+    assert float(nothing.quadratic({})) == float(nothing.logdet()) == 0
+    assert nothing.is_zero()
+    assert nothing.dense().shape == (0, 0)
+    for same in (nothing + some, some + nothing, some - nothing):
+        assert torch.equal(same.dense(), some.dense())
+        assert same.entries["w"] is not some.entries["w"]
+    assert sum([some, some]).num_data == 20
+
+
+def test_one_dataset_over_separate_parameters_counts_the_most_that_either_counts():
+    for first, second in [(0.5, 1.0), (1.0, 0.5)]:
+        parts = first * diagonal(1, ("w",), "task") + second * diagonal(2, ("b",), "task")
+        assert parts.num_data == 10
+    assert (diagonal(1, ("w",), "task") + dense(2, ("b", "s"), "task")).num_data == 10
+
+
 def test_the_same_evidence_twice_is_one_source_with_twice_the_data():
     twice = diagonal(1, label="task") + diagonal(1, label="task")
     assert [(s.id, s.num_data) for s in twice.sources] == [("task", 20.0)]

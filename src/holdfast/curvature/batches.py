@@ -58,6 +58,8 @@ def read(batches: Iterable[Any], model: nn.Module) -> Iterator[Batch]:
                 f"batch {index} is a {type(content).__name__} without tensors. Give batches of (inputs, targets), "
                 "or dicts with the labels under 'labels'."
             )
+        if any(leaf.layout != torch.strided for leaf in leaves):
+            raise DataError(f"batch {index} has sparse tensors. Give dense ones: tensor.to_dense().")
         sizes = {leaf.shape[0] for leaf in leaves}
         if len(sizes) > 1:
             raise DataError(

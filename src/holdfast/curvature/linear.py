@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from .batches import Batch
-from .scores import TOLERANCE, Scoring, accumulation
+from .scores import Scoring, accumulation, tolerance
 
 
 @dataclass(frozen=True)
@@ -110,9 +110,9 @@ def verified(taps: list[Tap], losses: Tensor, batch: Batch, scoring: Scoring, na
         plain[n] = dict(zip(names, scores, strict=True))
 
     def agrees(tap: Tap, grad: Tensor, n: int) -> bool:
-        tolerance = max(TOLERANCE[grad.dtype], TOLERANCE[losses.dtype])
+        within = max(tolerance(grad), tolerance(losses))
         return all(
-            bool((tapped - plain[n][name]).norm() <= tolerance * plain[n][name].norm() + torch.finfo(tapped.dtype).tiny)
+            bool((tapped - plain[n][name]).norm() <= within * plain[n][name].norm() + torch.finfo(tapped.dtype).tiny)
             for name, tapped in zip(tap.names, tap.score(grad, n), strict=True)
         )
 

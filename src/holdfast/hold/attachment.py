@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from os import PathLike
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +29,8 @@ from .guard import (
 
 Held = Posterior | Memory | Term
 
-_held_by: WeakKeyDictionary[Optimizer, Handle] = WeakKeyDictionary()
+# Weak on both sides: the optimizer's own hooks keep its handle alive.
+_held_by: WeakKeyDictionary[Optimizer, ReferenceType[Handle]] = WeakKeyDictionary()
 
 
 def hold(
@@ -81,9 +83,10 @@ class Handle:
         self._num_data = num_data
         self._strength = require_number(strength, "strength")
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
-        self._steps = 0
+        self._steps = {id(optimizer): 0 for optimizer in optimizers}
+        self._steps_under_way: dict[int, FrameType] = {}
         self._held = self._lookup()
-        self._watch = Watch()
+        self._watches = {id(optimizer): Watch(optimizer) for optimizer in optimizers}
 
     @property
     def strength(self) -> float:
@@ -101,8 +104,8 @@ class Handle:
 
     @property
     def steps(self) -> int:
-        """How many optimizer steps were held."""
-        return self._steps
+        """How many optimizer steps were held, over all optimizers."""
+        return sum(self._steps.values())
 
     def metrics(self) -> dict[str, float]:
         """Numbers for a logger. `rise` is the quadratic's estimate of nats lost per old example."""
@@ -113,19 +116,21 @@ class Handle:
             "holdfast/loss": self.strength * value / self._num_data,
             "holdfast/rise": value / old if old else 0.0,
             "holdfast/strength": self.strength,
-            "holdfast/steps": float(self._steps),
+            "holdfast/steps": float(self.steps),
             "holdfast/held_parameters": float(sum(p.numel() for p in self._held.values())),
         }
 
     def remove(self) -> None:
-        """Let go. Raises if there was something to hold and no step ever felt it."""
+        """Let go. Raises if an optimizer with something to hold never made a step."""
         attached = bool(self._hooks)
         self._detach()
-        if attached and self._held and not self._steps:
-            raise InertError(
-                "the optimizer never made a step while it was held, so the penalty did nothing. Was the model trained "
-                "with another optimizer (a copy loses its hooks), or was the loop empty?"
-            )
+        ids = {id(parameter) for parameter in self._held.values()}
+        for optimizer in self._optimizers if attached else []:
+            if not self._steps[id(optimizer)] and any(id(parameter) in ids for parameter in parameters(optimizer)):
+                raise InertError(
+                    f"{type(optimizer).__name__} never made a step while it was held, so the penalty did nothing. Was "
+                    "the model trained with another optimizer (a copy loses its hooks), or was the loop empty?"
+                )
 
     def __enter__(self) -> Handle:
         if not self._hooks:
@@ -142,7 +147,7 @@ class Handle:
 
     def _attach(self) -> None:
         for optimizer in self._optimizers:
-            if optimizer in _held_by:
+            if _holder(optimizer) is not None:
                 raise ArgumentError(
                     "this optimizer is already held, and both penalties would act. Call remove() on the first handle "
                     "(or leave its `with` block); to hold to several posteriors, give hold a list of them."
@@ -156,7 +161,7 @@ class Handle:
         for optimizer in self._optimizers:
             self._hooks.append(optimizer.register_step_pre_hook(self._before))
             self._hooks.append(optimizer.register_step_post_hook(self._after))
-            _held_by[optimizer] = self
+            _held_by[optimizer] = ref(self)
 
     def _lookup(self) -> dict[str, nn.Parameter]:
         return {name: parameter for term in self._terms for name, parameter in term.held(self._model).items()}
@@ -166,21 +171,37 @@ class Handle:
             hook.remove()
         self._hooks.clear()
         for optimizer in self._optimizers:
-            if _held_by.get(optimizer) is self:
+            if _holder(optimizer) is self:
                 del _held_by[optimizer]
+        self._steps_under_way.clear()
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        self._steps += 1
+        if self._is_nested(optimizer, sys._getframe(1)):
+            return None
+        self._steps[id(optimizer)] += 1
         if not self._held:
             return None
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        if closure is None:
+        if not callable(closure):
             self._add_gradient(optimizer)
             return None
         held = self._held_closure(optimizer, closure)
         if "closure" in kwargs:
             return args, {**kwargs, "closure": held}
         return (args[0], held, *args[2:]), kwargs
+
+    def _is_nested(self, optimizer: Optimizer, caller: FrameType) -> bool:
+        """Whether this is a step within a step: a subclass that calls its parent's fires the hooks of both.
+
+        Told by the caller's frame, which is gone when a step was left by an error.
+        """
+        outer, frame = self._steps_under_way.get(id(optimizer)), caller.f_back
+        while outer is not None and frame is not None:
+            if frame is outer:
+                return True
+            frame = frame.f_back
+        self._steps_under_way[id(optimizer)] = caller
+        return False
 
     def _held_closure(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
         """A closure zeroes the gradients itself, so the pull comes after it; line searches see the whole objective."""
@@ -204,13 +225,15 @@ class Handle:
         ours = {id(parameter) for parameter in parameters(optimizer) if parameter.requires_grad}
         factor = scale if loss_scale is None else scale * loss_scale
         value: Tensor = sum(term.add_gradient_(self._model, factor, ours) for term in self._terms)  # type: ignore[assignment]
-        if not self._watch.satisfied and scale != 0 and bool(value > 0):
-            self._watch.before(self._held, ours)
+        watch = self._watches[id(optimizer)]
+        if not watch.satisfied and scale != 0 and bool(value > 0):
+            watch.before(self._held, ours)
         return scale * value
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if not self._watch.satisfied:
-            self._watch.after(optimizer)
+        if self._steps_under_way.get(id(optimizer)) is sys._getframe(1):
+            del self._steps_under_way[id(optimizer)]
+            self._watches[id(optimizer)].after(optimizer)
 
 
 def _as_term(held: Held, model: nn.Module) -> Term:
@@ -229,6 +252,11 @@ def _as_term(held: Held, model: nn.Module) -> Term:
     devices = {parameter.device for parameter in model.parameters()}
     posterior = as_posterior(held)
     return Quadratic(posterior.to(devices.pop()) if len(devices) == 1 else posterior)
+
+
+def _holder(optimizer: Optimizer) -> Handle | None:
+    handle = _held_by.get(optimizer)
+    return None if handle is None else handle()
 
 
 def _climbs(optimizer: Optimizer) -> bool:

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..errors import ArgumentError, HoldfastError, HoldfastWarning, InertError
+from ..errors import ArgumentError, HoldfastWarning, InertError
 from ..params import all_parameters
 
-# How many steps may leave every pulled parameter unchanged (tiny steps can round to nothing) before it is an error.
-_PATIENCE = 3
+# How many steps may leave every pulled parameter unchanged before it is an error: tiny ones can round to nothing, and
+# some optimizers gather gradients over many steps.
+_PATIENCE = 100
 
 
 def parameters(optimizer: Optimizer) -> list[nn.Parameter]:
@@ -48,30 +49,30 @@ def require_reach(held: Mapping[str, nn.Parameter], optimizers: Sequence[Optimiz
         )
 
 
+def is_of_torch(optimizer: Optimizer) -> bool:
+    """Whether it is one of torch's own classes, which read `.grad` and write the parameters."""
+    return type(optimizer).__module__.startswith("torch.optim")
+
+
 def require_gradient_matters(optimizer: Optimizer) -> None:
     """Raise for an optimizer that takes the same step whatever `.grad` says: the pull could not reach it.
 
     Optimizers of torch are known to read it. Others are tried on a parameter of their own, once with a gradient and
-    once with its opposite; those that cannot be made from their defaults are not tried.
+    once with its opposite; those that cannot be made from their defaults, or do not move at once, are not judged.
     """
-    if type(optimizer).__module__.startswith("torch.optim"):
+    if is_of_torch(optimizer):
         return
-    ends = []
-    for sign in (1.0, -1.0):
-        trial = nn.Parameter(torch.ones(2, 2))
-        trial.grad = sign * torch.tensor([[0.5, -0.25], [1.0, 2.0]])
-        try:
-            fresh = type(optimizer)([trial], **optimizer.defaults)
-            idle = all(float(group.get("lr", 1.0)) == 0 for group in fresh.param_groups)
-            fresh.step()
-        except HoldfastError:
-            raise
-        except Exception:  # any optimizer may want anything; then nothing is known
-            return
-        if idle:
-            return
-        ends.append(trial.detach().clone())
-    if torch.equal(ends[0], ends[1]):
+    start, ends = torch.full((2, 2), 1e-3), []
+    with torch.random.fork_rng(devices=[]):
+        for sign in (1.0, -1.0):
+            trial = nn.Parameter(start.clone())
+            trial.grad = sign * torch.tensor([[0.5, -0.25], [1.0, 2.0]])
+            try:
+                type(optimizer)([trial], **optimizer.defaults).step()
+            except Exception:  # any optimizer may want anything; then nothing is known
+                return
+            ends.append(trial.detach().clone())
+    if torch.equal(ends[0], ends[1]) and not torch.equal(ends[0], start):
         raise InertError(
             f"{type(optimizer).__name__} takes the same step whatever `.grad` says, so a pull added there would do "
             "nothing. Hold an optimizer that reads the gradients, or add holdfast.penalty(model, posterior) / num_data "
@@ -95,12 +96,12 @@ def warn_of_weight_decay(held: Mapping[str, nn.Parameter], optimizers: Sequence[
 
 
 class Watch:
-    """Sees, once, that a step with a pull moved something that was pulled at."""
+    """Sees, once, that a step with a pull moved something that was pulled at. Torch's own optimizers are trusted."""
 
-    def __init__(self) -> None:
+    def __init__(self, optimizer: Optimizer) -> None:
         self._seen: list[tuple[str, nn.Parameter, int, Tensor]] = []
         self._unmoved = 0
-        self.satisfied = False
+        self.satisfied = is_of_torch(optimizer)
 
     def before(self, held: Mapping[str, nn.Parameter], ours: Collection[int]) -> None:
         """Remember the held parameters that are about to be updated. The first call of a step counts."""

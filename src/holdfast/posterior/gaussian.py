@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..errors import ArgumentError, MismatchError, require_number
 from ..identity import digest, fingerprint
 from ..params import aliases, buffers, matched, renaming, require_shapes, shapes, trainable
-from ..precision import Diagonal, Precision, SignedDiagonal, Source
+from ..precision import Diagonal, Precision, SignedDiagonal, Source, Sum
 from ..precision.base import grown, require_finite
 
 
@@ -35,7 +35,8 @@ class Posterior:
             raise ArgumentError("a posterior needs at least one parameter.")
         for name, value in self.mean.items():
             require_finite(f"mean of {name}", value)
-        if isinstance(self.precision, SignedDiagonal):
+        terms = self.precision.terms if isinstance(self.precision, Sum) else (self.precision,)
+        if any(isinstance(term, SignedDiagonal) for term in terms):
             raise ArgumentError("a Hessian's diagonal may be negative: give its .precision() or its .clamped().")
         require_shapes(self.precision.shapes, shapes(self.mean), what="the precision", than="the mean")
 
@@ -103,7 +104,8 @@ class Posterior:
         if not names:
             return self
         mean = {names.get(name, name): value for name, value in self.mean.items()}
-        ties = {names.get(name, name): (name, *more) for name, more in self.ties.items()} | other.ties
+        groups = [{name, *more} for name, more in self.ties.items()]
+        ties = {name: tuple(sorted(group - {name})) for group in groups for name in group & set(mean)} | other.ties
         return replace(self, mean=mean, precision=self.precision.renamed(names), ties=ties)
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Posterior:

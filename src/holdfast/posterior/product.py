@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
@@ -26,15 +27,15 @@ def merge(*posteriors: Posterior | Memory, base: Posterior | Memory | None = Non
         raise ArgumentError(
             f"merging takes at least two posteriors, got {len(posteriors)}. Unpack a list: merge(*list)."
         )
-    first = as_posterior(posteriors[0])
-    like = next(iter(first.mean.values()))
     last = as_posterior(posteriors[-1])
-    parts = [as_posterior(posterior).to(like.device, like.dtype).named_as(last) for posterior in posteriors]
-    shared = None if base is None else as_posterior(base).to(like.device, like.dtype).named_as(last)
+    device = next(iter(last.mean.values())).device
+    parts = [as_posterior(posterior).to(device).named_as(last) for posterior in posteriors]
+    shared = None if base is None else as_posterior(base).to(device).named_as(last)
     require_counted_once(parts, shared)
 
     # The last word on what is free; everything else is counted from here, so that it stays there exactly.
-    mean = {name: value for part in parts for name, value in part.mean.items()}
+    wide = functools.reduce(torch.promote_types, (v.dtype for part in parts for v in part.mean.values()), torch.float32)
+    mean = {name: value.to(wide) for part in parts for name, value in part.mean.items()}
     for part in parts:
         _require_same_model(part, parts[-1])
         require_shapes(shapes(part.mean), shapes(mean), what="one posterior", than="another")

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from typing import TypeVar
 
+import torch
 from torch import nn
 
 from ..errors import ArgumentError, MismatchError, require_number
 from ..identity import fingerprints
 from ..params import aliases, all_parameters, matched, renaming, shapes
-from ..precision import Diagonal, Precision, SignedDiagonal
+from ..precision import Diagonal, Precision
+from ..precision.base import require_finite
 from ..precision.source import joined, thinned
+from ..precision.sum import settled
 from .gaussian import Memory, Posterior, as_posterior, kept
 
 Kept = TypeVar("Kept", Posterior, Memory)
@@ -26,9 +29,7 @@ def consolidate(posterior: Kept, model: nn.Module, fisher: Precision, *, decay: 
     known, fisher = _aligned(as_posterior(posterior), model, fisher)
     params = _checked(known, model, fisher, decay)
     mean = {name: kept(parameter) for name, parameter in params.items()}
-    precision = decay * known.precision + fisher
-    if isinstance(precision, SignedDiagonal):
-        precision = precision.precision()
+    precision = settled(decay * known.precision + fisher)
     after = Posterior(mean, precision, _ties(known, model, params), (known.id,))
     return Memory.of(after, model) if isinstance(posterior, Memory) else after
 
@@ -45,15 +46,17 @@ def consolidate_(posterior: Kept, model: nn.Module, fisher: Precision, *, decay:
             f"consolidate_ works on diagonals, got {type(known.precision).__name__} and {type(fisher).__name__}. "
             "Use consolidate, which makes a new posterior."
         )
+    for name, parameter in params.items():  # before anything is written
+        require_finite(f"mean of {name}", parameter)
     ties, parents = _ties(known, model, params), (known.id,)
     sources = joined((known.precision.shapes, thinned(known.sources, decay)), (fisher.shapes, fisher.sources))
     mean, entries = dict(known.mean), dict(known.precision.entries)
     for name, parameter in params.items():
         mean[name] = mean[name].copy_(parameter.detach()) if name in mean else kept(parameter)
         old, new = entries.get(name), fisher.entries.get(name)
-        if old is not None and old.is_contiguous():
+        if old is not None and old.is_contiguous() and old.dtype in (torch.float32, torch.float64):
             entries[name] = old.mul_(decay) if new is None else old.mul_(decay).add_(new.to(old))
-        elif old is not None:  # a prior's one number, shared by all entries: the Fisher's memory takes over
+        elif old is not None:  # a prior's one number for all entries, or half precision: the Fisher's memory takes over
             entries[name] = decay * old if new is None else new.add_(decay * old.to(new))
         elif new is not None:
             entries[name] = new

@@ -122,15 +122,15 @@ class Precision(abc.ABC):
             return NotImplemented
         from .sum import Sum  # the one structure that knows every other
 
-        if not self.shapes or not other.shapes:
-            return other if other.shapes else self
+        if not self.shapes or not other.shapes:  # a copy: a sum shares no memory with its terms
+            return 1.0 * (other if other.shapes else self)
         require_common_shapes(self, other)
         return self.plus(other) or other.plus(self) or Sum.of(self, other)
 
     def __sub__(self, part: object) -> Precision:
         if not isinstance(part, Precision):
             return NotImplemented
-        rest = self.minus(part) if part.shapes else self
+        rest = self.minus(part) if part.shapes else 1.0 * self
         if rest is None:
             raise MismatchError(
                 f"{type(part).__name__} cannot be taken out of {type(self).__name__} exactly. Diagonals can be taken "
@@ -160,8 +160,7 @@ class Precision(abc.ABC):
 
 def inner(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> Tensor:
     """Σ aᵢbᵢ over the names of b."""
-    total: Tensor = sum((a[name] * b[name]).sum() for name in b)  # type: ignore[assignment]
-    return total
+    return sum(((a[name] * b[name]).sum() for name in b), start=torch.zeros(()))
 
 
 def added(*parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -187,7 +186,7 @@ def require_common_shapes(a: Precision, b: Precision) -> None:
 def grown(tensor: Tensor, shape: torch.Size, fill: Tensor | None = None) -> Tensor:
     """`tensor` in the first entries of a larger one, `fill` (or zero) in the rest."""
     if tensor.shape == shape:
-        return tensor
+        return tensor.clone()
     if len(shape) != tensor.ndim or any(new < old for new, old in zip(shape, tensor.shape, strict=True)):
         raise MismatchError(f"shape {tuple(tensor.shape)} cannot grow to {tuple(shape)}: an axis would shrink.")
     larger = tensor.new_zeros(shape) if fill is None else fill.to(tensor).clone()

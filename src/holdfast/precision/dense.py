@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..errors import ArgumentError
 from .base import Precision, require_dense, require_finite, require_nonnegative, singular, standard_normal
-from .diagonal import Diagonal
+from .diagonal import Diagonal, SignedDiagonal
 from .source import Source, joined, parted, thinned
 
 
@@ -52,7 +52,8 @@ class Dense(Precision):
             return self._split(self.matrix.to(flat) @ flat)
 
     def solve(self, vector: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        values, vectors = torch.linalg.eigh(self.matrix)
+        values, vectors = torch.linalg.eigh(self._wide())
+        self._require_no_negative(values)
         held = values > self._cutoff(values)
         inverse = torch.where(held, 1 / values.where(held, 1), 0)
         return self._split(vectors @ (inverse * (vectors.T @ self._flat(vector))))
@@ -64,10 +65,10 @@ class Dense(Precision):
         return self.matrix
 
     def logdet(self) -> Tensor:
-        return self._positive_eigenvalues("log det", torch.linalg.eigvalsh(self.matrix)).log().sum()
+        return self._positive_eigenvalues("log det", torch.linalg.eigvalsh(self._wide())).log().sum()
 
     def sample(self, generator: torch.Generator | None = None) -> dict[str, Tensor]:
-        values, vectors = torch.linalg.eigh(self.matrix)
+        values, vectors = torch.linalg.eigh(self._wide())
         scale = self._positive_eigenvalues("a sample", values).rsqrt()
         return self._split(vectors @ (scale * standard_normal(values, generator)))
 
@@ -97,10 +98,10 @@ class Dense(Precision):
         return Dense(self.layout, self.matrix.to(device=device, dtype=dtype), self.sources)
 
     def plus(self, other: Precision) -> Precision | None:
-        if not isinstance(other, (Dense, Diagonal)) or not set(other.shapes) <= set(self.layout):
+        if not isinstance(other, (Dense, Diagonal, SignedDiagonal)) or not set(other.shapes) <= set(self.layout):
             return None
         sources = joined((self.layout, self.sources), (other.shapes, other.sources))
-        return Dense(self.layout, self.matrix + embedded(other, self.layout).to(self.matrix), sources)
+        return Dense(self.layout, self.matrix + embedded(other, self.layout).to(self.matrix.device), sources)
 
     def minus(self, part: Precision) -> Precision | None:
         if not isinstance(part, (Dense, Diagonal)) or not set(part.shapes) <= set(self.layout):
@@ -119,16 +120,25 @@ class Dense(Precision):
         return Dense(layout, matrix, sources)
 
     def _flat(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        return torch.cat([tensors[name].flatten().to(self.matrix) for name in self.layout])
+        return torch.cat([tensors[name].flatten().to(self._wide()) for name in self.layout])
 
     def _split(self, flat: Tensor) -> dict[str, Tensor]:
         pieces = torch.split(flat, [shape.numel() for shape in self.layout.values()])
         return {name: piece.view(shape) for (name, shape), piece in zip(self.layout.items(), pieces, strict=True)}
 
+    def _wide(self) -> Tensor:
+        return self.matrix.to(torch.promote_types(self.matrix.dtype, torch.float32))
+
+    def _require_no_negative(self, values: Tensor) -> None:
+        below = int((values < -100 * self._cutoff(values)).sum())
+        if below:
+            raise ArgumentError(f"this matrix is no precision: it is negative in {below} of {len(values)} directions.")
+
     def _cutoff(self, values: Tensor) -> float:
         return len(values) * torch.finfo(values.dtype).eps * max(float(values.abs().max()), 0.0)
 
     def _positive_eigenvalues(self, what: str, values: Tensor) -> Tensor:
+        self._require_no_negative(values)
         free = int((values <= self._cutoff(values)).sum())
         if free:
             raise singular(what, [f"{free} of {len(values)} directions"])

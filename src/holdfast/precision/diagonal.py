@@ -13,7 +13,6 @@ from torch import Tensor
 from ..errors import ArgumentError
 from .base import (
     Precision,
-    added,
     grown,
     require_dense,
     require_finite,
@@ -105,8 +104,7 @@ class Diagonal(_Entrywise):
 
     def logdet(self) -> Tensor:
         self._require_positive("log det")
-        total: Tensor = sum(entries.log().sum() for entries in self.entries.values())  # type: ignore[assignment]
-        return total
+        return sum((entries.log().sum() for entries in self.entries.values()), start=torch.zeros(()))
 
     def sample(self, generator: torch.Generator | None = None) -> dict[str, Tensor]:
         self._require_positive("a sample")
@@ -115,7 +113,7 @@ class Diagonal(_Entrywise):
     def plus(self, other: Precision) -> Precision | None:
         if isinstance(other, Diagonal):
             sources = joined((self.entries, self.sources), (other.entries, other.sources))
-            return Diagonal(added(self.entries, other.entries), sources)
+            return Diagonal(_sum(self.entries, other.entries), sources)
         return None
 
     def minus(self, part: Precision) -> Precision | None:
@@ -187,8 +185,8 @@ class SignedDiagonal(_Entrywise):
     def plus(self, other: Precision) -> Precision | None:
         if isinstance(other, (Diagonal, SignedDiagonal)):
             sources = joined((self.entries, self.sources), (other.entries, other.sources))
-            return SignedDiagonal(added(self.entries, other.entries), sources)
-        return self.precision() + other
+            return SignedDiagonal(_sum(self.entries, other.entries), sources)
+        return None
 
     def structure(self) -> dict[str, Any]:
         return {}
@@ -198,3 +196,9 @@ class SignedDiagonal(_Entrywise):
         cls, structure: Mapping[str, Any], tensors: Mapping[str, Tensor], sources: tuple[Source, ...]
     ) -> SignedDiagonal:
         return SignedDiagonal(dict(tensors), sources)
+
+
+def _sum(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """a + b over all the names, sharing memory with neither."""
+    alone = {name: value.clone() for name, value in {**a, **b}.items() if not (name in a and name in b)}
+    return {name: alone[name] if name in alone else a[name] + b[name] for name in {**a, **b}}

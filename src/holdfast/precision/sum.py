@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .base import Precision, added
 from .dense import Dense, embedded
+from .diagonal import SignedDiagonal
 from .kinds import described, made
 from .source import Source, joined
 
@@ -64,8 +65,7 @@ class Sum(Precision):
         return _densified(list(self.terms)).matrix
 
     def logdet(self) -> Tensor:
-        total: Tensor = sum(block.logdet() for block in self._apart())  # type: ignore[assignment]
-        return total
+        return sum((block.logdet() for block in self._apart()), start=torch.zeros(()))
 
     def sample(self, generator: torch.Generator | None = None) -> dict[str, Tensor]:
         return {name: value for block in self._apart() for name, value in block.sample(generator).items()}
@@ -110,6 +110,13 @@ class Sum(Precision):
                 names, members = names | group[0], group[1] + members
             groups.append((names, members))
         return [members[0] if len(members) == 1 else _densified(members) for _, members in groups]
+
+
+def settled(precision: Precision) -> Precision:
+    """The same without signed diagonals; raises where one is negative."""
+    if isinstance(precision, SignedDiagonal):
+        return precision.precision()
+    return Sum(tuple(settled(term) for term in precision.terms)) if isinstance(precision, Sum) else precision
 
 
 def _densified(terms: list[Precision]) -> Dense:
