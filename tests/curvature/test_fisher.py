@@ -314,3 +314,34 @@ def test_unusable_models_and_options_are_refused():
     tokens = next(case for case in CASES if case.name == "tied-tokens")
     with pytest.raises(holdfast.ArgumentError, match="sampled"):
         holdfast.diagonal_fisher(tokens.model(), tokens.batches(), tokens.likelihood, targets="expected")
+
+
+@pytest.mark.parametrize(
+    "function",
+    [holdfast.diagonal_fisher, holdfast.dense_fisher, holdfast.diagonal_hessian, holdfast.hutchinson_hessian],
+)
+@pytest.mark.parametrize("case", [case for case in CASES if case.forward is None], ids=str)
+def test_the_model_is_left_as_found(function, case):
+    model = case.model()
+    for index, module in enumerate(model.modules()):
+        module.training = index % 2 == 0  # a mixture that no call to train() or eval() would give
+    for index, parameter in enumerate(model.parameters()):
+        parameter.requires_grad_(parameter.requires_grad and index != 1)
+        parameter.grad = torch.ones_like(parameter) if index % 2 else None
+
+    def state():
+        return (
+            [module.training for module in model.modules()],
+            [parameter.requires_grad for parameter in model.parameters()],
+            [None if parameter.grad is None else id(parameter.grad) for parameter in model.parameters()],
+            [parameter.grad.sum().item() for parameter in model.parameters() if parameter.grad is not None],
+            [parameter.detach().clone().tolist() for parameter in model.parameters()],
+            [buffer.clone().tolist() for buffer in model.buffers()],
+            torch.get_rng_state().tolist(),
+            len([hook for module in model.modules() for hook in module._forward_hooks]),
+        )
+
+    batches = case.batches((3, 2))
+    before = state()
+    function(model, batches, case.likelihood)
+    assert state() == before
