@@ -274,6 +274,17 @@ def test_several_posteriors_add_up():
         loop(optimizer, model, x, y)
 
 
+def test_a_term_that_holds_nothing_may_stand_beside_one_that_does():
+    model, posterior, x, y = start()
+    old = torch.randn(9, 5, dtype=torch.float64), torch.randint(0, 3, (9,))
+    nothing = 0 * holdfast.diagonal_fisher(model, [old], holdfast.categorical)
+    empty = holdfast.consolidate(holdfast.prior(model), model, nothing)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with holdfast.hold(optimizer, model, [empty, holdfast.prior(model), posterior], num_data=N) as handle:
+        loop(optimizer, model, x, y)
+        assert handle.penalty == pytest.approx(holdfast.penalty(model, posterior).item())
+
+
 def test_a_parameter_the_data_does_not_touch_is_pulled_too():
     model, posterior, _, _ = start()
     with torch.no_grad():
@@ -422,6 +433,13 @@ class TestTheGuard:
             holdfast.hold([first, second], model, posterior, num_data=N),
         ):
             loop(first, model, x, y)
+
+    def test_unless_what_it_holds_is_frozen(self):
+        model, posterior, x, y = start()
+        first, second = (torch.optim.SGD(part.parameters(), lr=0.1) for part in (model[:2], model[2:]))
+        model[:2].requires_grad_(False)
+        with holdfast.hold([first, second], model, posterior, num_data=N):
+            loop(second, model, x, y)
 
     def test_a_hold_that_nobody_keeps_goes_with_its_model(self):
         def held():

@@ -163,9 +163,9 @@ def matched(
     smaller = larger = False
     for name, want in wanted.items():
         got = found[name].shape if name in found else want
-        if got != want and not (grown and _contains(got, want)):
-            larger |= _contains(got, want)
-            smaller |= not _contains(got, want)
+        if got != want and not (grown and contains(got, want)):
+            larger |= contains(got, want)
+            smaller |= not contains(got, want)
             wrong.append(f"`{name}` has shape {tuple(got)} in the model and {tuple(want)} in the memory")
     for name, more in (ties or {}).items():
         parted = [other for other in more if name in found and other in found and found[other] is not found[name]]
@@ -205,11 +205,15 @@ def require_shapes(got: Mapping[str, torch.Size], want: Mapping[str, torch.Size]
     if unknown:
         raise MismatchError(f"{what} has {some(unknown)}, which {than} lacks.")
     for name, shape in got.items():
-        if shape != want[name]:
-            raise MismatchError(f"`{name}` has shape {tuple(shape)} in {what} and {tuple(want[name])} in {than}.")
+        other = want[name]
+        if shape != other:
+            grew = contains(shape, other) or contains(other, shape)
+            cure = " If the layer grew, expand the older one first: posterior.expanded(model)." if grew else ""
+            raise MismatchError(f"`{name}` has shape {tuple(shape)} in {what} and {tuple(other)} in {than}.{cure}")
 
 
-def _contains(large: torch.Size, small: torch.Size) -> bool:
+def contains(large: torch.Size, small: torch.Size) -> bool:
+    """Whether one shape is at least as large as another in every axis."""
     return len(large) == len(small) and all(a >= b for a, b in zip(large, small, strict=True))
 
 

@@ -92,6 +92,8 @@ class Quadratic:
     def add_gradient_(self, model: nn.Module, scale: float | Tensor, only: Collection[int]) -> Tensor:
         with torch.no_grad():
             params = self.held(model)
+            if not params:
+                return torch.zeros(())
             delta = {name: difference(parameter, self.posterior.mean[name]) for name, parameter in params.items()}
             pull = self.posterior.precision.matvec(delta)
             for name, gradient in pull.items():

@@ -30,7 +30,6 @@ class Batch:
 
     def example(self, n: int) -> Batch:
         """Example n as a batch of one."""
-
         content, inputs, target = (_row(part, n, self.size) for part in (self.content, self.inputs, self.target))
         return Batch(self.index, content, inputs, target, 1)
 

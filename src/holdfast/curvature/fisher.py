@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..likelihood import Likelihood
 from ..params import shapes, trainable, unwrapped
@@ -15,7 +15,7 @@ from ..precision.base import require_dense
 from ..untouched import untouched
 from .batches import Forward, read
 from .linear import Taps, verified
-from .scores import Scoring, Targets, accumulation, accumulators, require_finite_scores
+from .scores import Scoring, Targets, accumulation, accumulators, backward, require_finite_scores
 
 
 def diagonal_fisher(
@@ -51,11 +51,12 @@ def diagonal_fisher(
                 agreed = verified(tapped, losses, batch, scoring, named)
                 checked |= {case} if len(agreed) == len(tapped) else set()
                 tapped = agreed
-            for column in range(len(losses) if tapped else 0):
-                more = column < len(losses) - 1
-                grads = torch.autograd.grad(losses[column].sum(), [tap.edge for tap in tapped], retain_graph=more)
-                for tap, grad in zip(tapped, grads, strict=True):
-                    tap.add_squares_(total, grad)
+            with backward(losses):
+                for column in range(len(losses) if tapped else 0):
+                    more = column < len(losses) - 1
+                    grads = torch.autograd.grad(losses[column].sum(), [tap.edge for tap in tapped], retain_graph=more)
+                    for tap, grad in zip(tapped, grads, strict=True):
+                        tap.add_squares_(total, grad)
             del output, losses
 
             served = {name for tap in tapped for name in tap.names}
@@ -84,9 +85,11 @@ def dense_fisher(
     """
     model = unwrapped(model)
     named = trainable(model)
-    require_dense(sum(parameter.numel() for parameter in named.values()))
+    size = sum(parameter.numel() for parameter in named.values())
+    require_dense(size)
+    like = next(iter(named.values()))
+    total = torch.zeros(size, size, dtype=accumulation(like), device=like.device)
     scoring = Scoring(model, likelihood, targets, seed, forward)
-    total: Tensor | None = None
     with untouched(model):
         for batch in read(batches, model):
             batch, losses = scoring.counted(scoring.output(batch), batch)
@@ -94,9 +97,8 @@ def dense_fisher(
             for n in range(batch.size):
                 columns = scoring.of_example(batch.example(n), list(named.values()))
                 rows = torch.stack([torch.cat([score.flatten() for score in scores]) for scores in columns])
-                rows = rows.to(accumulation(rows))  # (columns, P)
-                total = rows.T @ rows if total is None else total.addmm_(rows.T, rows)
-            require_finite_scores({name: total for name in ("the parameters",) if total is not None}, batch)
-    matrix = total if total is not None else torch.empty(0, 0)
-    matrix = (matrix + matrix.T) / 2
-    return Dense(shapes(named), matrix, (scoring.source(),))
+                rows = rows.to(total)  # (columns, P)
+                with backward(total):
+                    total.addmm_(rows.T, rows)
+            require_finite_scores({"Λ": total}, batch)
+    return Dense(shapes(named), (total + total.T) / 2, (scoring.source(),))

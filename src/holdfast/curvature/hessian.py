@@ -15,7 +15,7 @@ from ..params import trainable, unwrapped
 from ..precision import SignedDiagonal
 from ..untouched import untouched
 from .batches import Forward, read
-from .scores import Scoring, accumulators, require_finite_scores
+from .scores import Scoring, accumulators, backward, require_finite_scores
 
 _ROWS_AT_ONCE = 64
 
@@ -85,9 +85,10 @@ def _summed(
     with untouched(model), sdpa_kernel(SDPBackend.MATH):
         for batch in read(batches, model):
             batch, losses = scoring.counted(scoring.output(batch), batch)
-            gradients = torch.autograd.grad(losses.sum(), parameters, create_graph=True, materialize_grads=True)
-            for name, entries in zip(named, diagonal(gradients, parameters), strict=True):
-                total[name] += entries.detach().to(total[name].dtype)
+            with backward(losses):
+                gradients = torch.autograd.grad(losses.sum(), parameters, create_graph=True, materialize_grads=True)
+                for name, entries in zip(named, diagonal(gradients, parameters), strict=True):
+                    total[name] += entries.detach().to(total[name].dtype)
             del losses, gradients
             require_finite_scores(total, batch)
     return SignedDiagonal(total, (scoring.source(),))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from .batches import Batch
-from .scores import Scoring, accumulation, tolerance
+from .scores import Scoring, accumulation, backward, tolerance
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,6 @@ class Tap:
     weight: str | None
     bias: str | None
     inputs: Tensor  # (batch, in)
-    version: int
     edge: GradientEdge
 
     @property
@@ -32,13 +31,11 @@ class Tap:
 
     def add_squares_(self, total: Mapping[str, Tensor], grad: Tensor) -> None:
         """Add Σₙ scoreₙ² to the totals, `grad` being the gradient of the layer's output, (batch, out)."""
-        # Outside autocast, which would run the matmul in half precision.
-        with torch.autocast(grad.device.type, enabled=False):
-            squares = grad.to(accumulation(grad)).square()
-            if self.weight is not None:
-                total[self.weight] += squares.T @ self.inputs.to(squares.dtype).square()
-            if self.bias is not None:
-                total[self.bias] += squares.sum(0)
+        squares = grad.to(accumulation(grad)).square()
+        if self.weight is not None:
+            total[self.weight] += squares.T @ self.inputs.to(squares.dtype).square()
+        if self.bias is not None:
+            total[self.bias] += squares.sum(0)
 
     def score(self, grad: Tensor, n: int) -> list[Tensor]:
         """Example n's gradients, in the order of `names`."""
@@ -57,7 +54,7 @@ class Taps:
             for module in model.modules()
             if type(module) is nn.Linear and (id(module.weight) in names or id(module.bias) in names)
         }
-        self._calls: list[tuple[nn.Linear, Tensor, int, GradientEdge | None]] = []
+        self._calls: list[tuple[nn.Linear, Tensor, GradientEdge | None]] = []
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -67,7 +64,7 @@ class Taps:
             # The edge and not the output: an in-place activation would turn the output into its own result.
             edge = get_gradient_edge(output) if output.requires_grad else None
             inputs = args[0] if args else kwargs["input"]
-            self._calls.append((module, inputs.detach(), inputs._version, edge))
+            self._calls.append((module, inputs.detach(), edge))
 
         self._calls.clear()
         handles = [layer.register_forward_hook(heard, with_kwargs=True) for layer in self._layers]
@@ -82,12 +79,12 @@ class Taps:
         calls = Counter(module for module, *_ in self._calls)
         uses = _uses(losses)
         taps = []
-        for module, inputs, version, edge in self._calls:
+        for module, inputs, edge in self._calls:
             weight, bias = self._layers[module]
             alone = all(uses[id(self._named[name])] == 1 for name in (weight, bias) if name is not None)
-            plain = inputs.ndim == 2 and inputs.shape[0] == batch.size and inputs._version == version
+            plain = inputs.ndim == 2 and inputs.shape[0] == batch.size
             if calls[module] == 1 and alone and plain and edge is not None:
-                taps.append(Tap(weight, bias, inputs, version, edge))
+                taps.append(Tap(weight, bias, inputs, edge))
         self._calls.clear()
         return taps
 
@@ -100,7 +97,10 @@ def verified(taps: list[Tap], losses: Tensor, batch: Batch, scoring: Scoring, na
     """
     # Unequal weights: the columns of an exact Fisher can add up to zero.
     weights = torch.arange(1, len(losses) + 1, dtype=losses.dtype, device=losses.device)
-    grads = torch.autograd.grad((weights @ losses).sum(), [tap.edge for tap in taps], retain_graph=True)
+    with backward(losses):
+        grads = torch.autograd.grad(
+            (weights.unsqueeze(1) * losses).sum(), [tap.edge for tap in taps], retain_graph=True
+        )
     examples = [int(grad.norm(dim=1).argmax()) for grad in grads]
     names = [name for tap in taps for name in tap.names]
     plain = {}

@@ -95,10 +95,11 @@ class Scoring:
         """The scores of a batch of one, by plain autograd: one tuple of gradients per column. Right for any model."""
         losses = self._losses(self.output(example), example)
         last = len(losses) - 1
-        return [
-            torch.autograd.grad(loss.sum(), parameters, retain_graph=column < last, materialize_grads=True)
-            for column, loss in enumerate(losses)
-        ]
+        with backward(losses):
+            return [
+                torch.autograd.grad(loss.sum(), parameters, retain_graph=column < last, materialize_grads=True)
+                for column, loss in enumerate(losses)
+            ]
 
     def source(self) -> Source:
         """Where what was computed from the batches counted, at the model's weights, came from."""
@@ -135,12 +136,12 @@ class Scoring:
         n = batch.size - 1
         example = batch.example(n)
         single = self.output(example)
-        self._losses(single, example)  # raises where the batch of one has lost its axis
+        alone = self._losses(single, example)[:, 0]  # raises where the batch of one has lost its axis
+        together, whole = losses[:, n], losses
         if isinstance(output, Tensor):
-            alone, together, scale = single[0], output[n], output.detach().abs().max()
-        else:
-            alone, together, scale = self._losses(single, example)[:, 0], losses[:, n], losses.detach().abs().max()
-        if not bool((alone - together).detach().abs().max() <= tolerance(together) * scale):
+            alone, together, whole = single[0], output[n], output
+        distance, scale = (alone - together).detach().abs().max(), whole.detach().abs().max()
+        if not bool(distance <= tolerance(together) * scale):
             raise DataError(
                 f"batch {batch.index}: example {n} has another output alone than in its batch. Either examples see "
                 "each other (batch statistics, attention over the batch), or the model is random in evaluation mode, "
@@ -150,6 +151,11 @@ class Scoring:
 
     def _detached(self, output: Any) -> Tensor:
         return as_tensor(output, self.likelihood.name).detach()
+
+
+def backward(losses: Tensor) -> torch.autocast:
+    """Where gradients are taken and summed: outside autocast, which is for the forward and would round these too."""
+    return torch.autocast(losses.device.type, enabled=False)
 
 
 def accumulators(named: Mapping[str, Tensor]) -> dict[str, Tensor]:

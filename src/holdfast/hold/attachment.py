@@ -124,7 +124,7 @@ class Handle:
         """Let go. Raises if an optimizer with something to hold never made a step."""
         attached = bool(self._hooks)
         self._detach()
-        ids = {id(parameter) for parameter in self._held.values()}
+        ids = {id(parameter) for parameter in self._held.values() if parameter.requires_grad}
         for optimizer in self._optimizers if attached else []:
             if not self._steps[id(optimizer)] and any(id(parameter) in ids for parameter in parameters(optimizer)):
                 raise InertError(

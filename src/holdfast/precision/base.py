@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ArgumentError, MismatchError, SingularError, require_number
+from ..params import contains, require_shapes
 from .source import Source
 
 # A matrix over more entries than this is refused: in float32 it would take over a gigabyte.
@@ -124,7 +125,8 @@ class Precision(abc.ABC):
 
         if not self.shapes or not other.shapes:  # a copy: a sum shares no memory with its terms
             return 1.0 * (other if other.shapes else self)
-        require_common_shapes(self, other)
+        common = {name: shape for name, shape in self.shapes.items() if name in other.shapes}
+        require_shapes(common, other.shapes, what="one precision", than="the other")
         return self.plus(other) or other.plus(self) or Sum.of(self, other)
 
     def __sub__(self, part: object) -> Precision:
@@ -172,23 +174,15 @@ def added(*parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return total
 
 
-def require_common_shapes(a: Precision, b: Precision) -> None:
-    """Raise where two precisions cover one parameter with different shapes."""
-    other = b.shapes
-    for name, shape in a.shapes.items():
-        if name in other and other[name] != shape:
-            raise MismatchError(
-                f"`{name}` has shape {tuple(shape)} in one precision and {tuple(other[name])} in the other. "
-                "If the layer grew, expand the older posterior first: posterior.expanded(model)."
-            )
+def require_growth(old: torch.Size, new: torch.Size) -> None:
+    """Raise where an axis would shrink."""
+    if not contains(new, old):
+        raise MismatchError(f"shape {tuple(old)} cannot grow to {tuple(new)}: an axis would shrink.")
 
 
 def grown(tensor: Tensor, shape: torch.Size, fill: Tensor | None = None) -> Tensor:
     """`tensor` in the first entries of a larger one, `fill` (or zero) in the rest."""
-    if tensor.shape == shape:
-        return tensor.clone()
-    if len(shape) != tensor.ndim or any(new < old for new, old in zip(shape, tensor.shape, strict=True)):
-        raise MismatchError(f"shape {tuple(tensor.shape)} cannot grow to {tuple(shape)}: an axis would shrink.")
+    require_growth(tensor.shape, shape)
     larger = tensor.new_zeros(shape) if fill is None else fill.to(tensor).clone()
     larger[tuple(slice(size) for size in tensor.shape)] = tensor
     return larger

@@ -10,7 +10,15 @@ import torch
 from torch import Tensor
 
 from ..errors import ArgumentError
-from .base import Precision, require_dense, require_finite, require_nonnegative, singular, standard_normal
+from .base import (
+    Precision,
+    require_dense,
+    require_finite,
+    require_growth,
+    require_nonnegative,
+    singular,
+    standard_normal,
+)
 from .diagonal import Diagonal, SignedDiagonal
 from .source import Source, joined, parted, thinned
 
@@ -46,8 +54,7 @@ class Dense(Precision):
         return {"matrix": self.matrix}
 
     def matvec(self, delta: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        # Under autocast a matmul would run in half precision, whatever the matrix is kept in.
-        with torch.autocast(self.matrix.device.type, enabled=False):
+        with self._in_full_precision():
             flat = torch.cat([delta[name].flatten() for name in self.layout])
             return self._split(self.matrix.to(flat) @ flat)
 
@@ -56,7 +63,8 @@ class Dense(Precision):
         self._require_no_negative(values)
         held = values > self._cutoff(values)
         inverse = torch.where(held, 1 / values.where(held, 1), 0)
-        return self._split(vectors @ (inverse * (vectors.T @ self._flat(vector))))
+        with self._in_full_precision():
+            return self._split(vectors @ (inverse * (vectors.T @ self._flat(vector))))
 
     def diagonal(self) -> dict[str, Tensor]:
         return self._split(self.matrix.diagonal())
@@ -70,17 +78,15 @@ class Dense(Precision):
     def sample(self, generator: torch.Generator | None = None) -> dict[str, Tensor]:
         values, vectors = torch.linalg.eigh(self._wide())
         scale = self._positive_eigenvalues("a sample", values).rsqrt()
-        return self._split(vectors @ (scale * standard_normal(values, generator)))
+        with self._in_full_precision():
+            return self._split(vectors @ (scale * standard_normal(values, generator)))
 
     def expanded(self, shapes: Mapping[str, torch.Size]) -> Dense:
         new = {name: shapes.get(name, shape) for name, shape in self.layout.items()}
         where, start = [], 0
         for name, shape in self.layout.items():
             place = torch.arange(new[name].numel()).view(new[name])
-            if any(n < o for n, o in zip(new[name], shape, strict=True)):
-                raise ArgumentError(
-                    f"`{name}` cannot grow from {tuple(shape)} to {tuple(new[name])}: an axis would shrink."
-                )
+            require_growth(shape, new[name])
             where.append(start + place[tuple(slice(size) for size in shape)].flatten())
             start += new[name].numel()
         index = torch.cat(where).to(self.matrix.device)
@@ -118,6 +124,10 @@ class Dense(Precision):
         layout = {str(name): torch.Size(shape) for name, shape in structure["layout"]}
         (matrix,) = (tensors[key] for key in tensors if key == "matrix")
         return Dense(layout, matrix, sources)
+
+    def _in_full_precision(self) -> torch.autocast:
+        """Under autocast a matmul would run in half precision, whatever the matrix is kept in."""
+        return torch.autocast(self.matrix.device.type, enabled=False)
 
     def _flat(self, tensors: Mapping[str, Tensor]) -> Tensor:
         return torch.cat([tensors[name].flatten().to(self._wide()) for name in self.layout])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
@@ -13,6 +12,7 @@ from torch import Tensor
 from ..errors import ArgumentError
 from .base import (
     Precision,
+    added,
     grown,
     require_dense,
     require_finite,
@@ -23,13 +23,12 @@ from .base import (
 from .source import Source, joined, parted, thinned
 
 
+@dataclass(frozen=True, eq=False, repr=False)
 class _Entrywise(Precision):
     """What a diagonal does whatever its signs."""
 
     entries: dict[str, Tensor]
-
-    @abc.abstractmethod
-    def _with(self, entries: dict[str, Tensor], sources: tuple[Source, ...]) -> Self: ...
+    sources: tuple[Source, ...] = ()
 
     @property
     def shapes(self) -> dict[str, torch.Size]:
@@ -53,21 +52,28 @@ class _Entrywise(Precision):
         return flat.diag()
 
     def expanded(self, shapes: Mapping[str, torch.Size]) -> Self:
-        return self._with(
+        return type(self)(
             {name: grown(entries, shapes.get(name, entries.shape)) for name, entries in self.entries.items()},
             self.sources,
         )
 
     def renamed(self, names: Mapping[str, str]) -> Self:
-        return self._with({names.get(name, name): entries for name, entries in self.entries.items()}, self.sources)
+        return type(self)({names.get(name, name): entries for name, entries in self.entries.items()}, self.sources)
 
     def scaled(self, factor: float) -> Self:
         entries = {name: factor * entries for name, entries in self.entries.items()}
-        return self._with(entries, thinned(self.sources, factor))
+        return type(self)(entries, thinned(self.sources, factor))
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Self:
         entries = {name: entries.to(device=device, dtype=dtype) for name, entries in self.entries.items()}
-        return self._with(entries, self.sources)
+        return type(self)(entries, self.sources)
+
+    def structure(self) -> dict[str, Any]:
+        return {}
+
+    @classmethod
+    def rebuilt(cls, structure: Mapping[str, Any], tensors: Mapping[str, Tensor], sources: tuple[Source, ...]) -> Self:
+        return cls(dict(tensors), sources)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -79,9 +85,6 @@ class Diagonal(_Entrywise):
     tensor(2.)
     """
 
-    entries: dict[str, Tensor]
-    sources: tuple[Source, ...] = ()
-
     def __post_init__(self) -> None:
         for name, entries in self.entries.items():
             require_finite(name, entries)
@@ -92,9 +95,6 @@ class Diagonal(_Entrywise):
                 f"a precision cannot be negative, but has negative entries: {named}. A Hessian's diagonal is negative "
                 "away from a minimum: train longer, or take diagonal_hessian(...).clamped()."
             )
-
-    def _with(self, entries: dict[str, Tensor], sources: tuple[Source, ...]) -> Diagonal:
-        return Diagonal(entries, sources)
 
     def solve(self, vector: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {
@@ -127,15 +127,6 @@ class Diagonal(_Entrywise):
     def blocks(self) -> tuple[Precision, ...]:
         return tuple(Diagonal({name: entries}, self.sources) for name, entries in self.entries.items())
 
-    def structure(self) -> dict[str, Any]:
-        return {}
-
-    @classmethod
-    def rebuilt(
-        cls, structure: Mapping[str, Any], tensors: Mapping[str, Tensor], sources: tuple[Source, ...]
-    ) -> Diagonal:
-        return Diagonal(dict(tensors), sources)
-
     def _require_positive(self, what: str) -> None:
         dead = {name: int((entries == 0).sum()) for name, entries in self.entries.items()}
         if any(dead.values()):
@@ -150,15 +141,9 @@ class SignedDiagonal(_Entrywise):
     `clamped()` makes it a precision by force.
     """
 
-    entries: dict[str, Tensor]
-    sources: tuple[Source, ...] = ()
-
     def __post_init__(self) -> None:
         for name, entries in self.entries.items():
             require_finite(name, entries)
-
-    def _with(self, entries: dict[str, Tensor], sources: tuple[Source, ...]) -> SignedDiagonal:
-        return SignedDiagonal(entries, sources)
 
     @property
     def negative(self) -> dict[str, int]:
@@ -188,17 +173,7 @@ class SignedDiagonal(_Entrywise):
             return SignedDiagonal(_sum(self.entries, other.entries), sources)
         return None
 
-    def structure(self) -> dict[str, Any]:
-        return {}
-
-    @classmethod
-    def rebuilt(
-        cls, structure: Mapping[str, Any], tensors: Mapping[str, Tensor], sources: tuple[Source, ...]
-    ) -> SignedDiagonal:
-        return SignedDiagonal(dict(tensors), sources)
-
 
 def _sum(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """a + b over all the names, sharing memory with neither."""
-    alone = {name: value.clone() for name, value in {**a, **b}.items() if not (name in a and name in b)}
-    return {name: alone[name] if name in alone else a[name] + b[name] for name in {**a, **b}}
+    return {name: value.clone() if (name in a) != (name in b) else value for name, value in added(a, b).items()}

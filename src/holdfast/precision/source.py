@@ -68,4 +68,5 @@ def joined(*parts: tuple[Iterable[str], tuple[Source, ...]]) -> tuple[Source, ..
 def parted(sources: tuple[Source, ...], out: tuple[Source, ...]) -> tuple[Source, ...]:
     """The sources without what `out` counts of them."""
     gone = {source.id: source.factor for source in out}
-    return tuple(replace(source, factor=source.factor - gone.get(source.id, 0.0)) for source in sources)
+    rest = (replace(source, factor=source.factor - gone.get(source.id, 0.0)) for source in sources)
+    return tuple(source for source in rest if source.factor > 1e-9)
