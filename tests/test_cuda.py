@@ -92,6 +92,26 @@ def test_the_second_session_on_a_gpu(tmp_path):
     assert after.num_data == 16
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_tensor_cores_are_not_taken_for_examples_that_see_each_other(seed):
+    """A network that has memorized its labels, in float32 with factors rounded to ten bits."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(512, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10))
+        model, x, y = model.cuda(), torch.randn(64, 512, device="cuda"), torch.randint(0, 10, (64,), device="cuda")
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+        for step in range(301):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            if step in (30, 100, 300):
+                assert holdfast.diagonal_fisher(model, [(x, y)], holdfast.categorical).num_data == 64
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
 def test_models_spread_over_devices_are_held():
     class Split(nn.Module):
         def __init__(self):
