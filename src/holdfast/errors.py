@@ -28,6 +28,10 @@ class InertError(HoldfastError, RuntimeError):
     """A penalty that would do nothing, or did nothing."""
 
 
+class CheckError(HoldfastError, RuntimeError):
+    """A fast path and the plain one disagree: nothing is returned rather than something wrong."""
+
+
 class MemoryFileError(HoldfastError, OSError):
     """A memory file that is damaged, foreign, or newer than this version."""
 

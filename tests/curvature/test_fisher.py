@@ -6,9 +6,7 @@ from torch.utils.data import TensorDataset
 import holdfast
 from cases import CASES, Case, DataParallel, PositionsLookLikeExamples, relu_mlp, vectors
 from holdfast.curvature.batches import read
-from holdfast.curvature.linear import Taps
 from holdfast.curvature.scores import Scoring
-from holdfast.params import trainable
 from oracles import fisher_loop, flat
 
 RUNS = [(case, targets) for case in CASES for targets in case.targets]
@@ -51,22 +49,6 @@ def test_nothing_depends_on_how_the_batches_are_cut(case, targets):
     for other in found[1:]:
         torch.testing.assert_close(flat(other.entries), flat(found[0].entries), rtol=1e-9, atol=1e-12)
         assert other.num_data == found[0].num_data
-
-
-@pytest.mark.parametrize("case", [case for case in CASES if case.tapped], ids=str)
-def test_linear_layers_take_the_one_matmul_path(case):
-    """Otherwise the comparison with the loop would compare the loop with itself."""
-    model = case.model().eval()
-    batch = next(read(case.batches(), model))
-    taps = Taps(model, trainable(model))
-    scoring = Scoring(model, case.likelihood, None, 0, case.forward)
-    with taps.listening():
-        output = scoring.output(batch)
-    _, losses = scoring.counted(output, batch)
-    served = {name for tap in taps.exact(losses, batch) for name in tap.names}
-    assert set(case.tapped) <= served
-    shared = {"inner.weight", "body.weight", "scale", "rnn.weight_hh_l0"}
-    assert not (served & shared)
 
 
 @pytest.mark.parametrize("cuts", [(5,), (5, 5), (3, 5, 2)])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,8 +30,12 @@ class Batch:
 
     def example(self, n: int) -> Batch:
         """Example n as a batch of one."""
-        content, inputs, target = (_row(part, n, self.size) for part in (self.content, self.inputs, self.target))
-        return Batch(self.index, content, inputs, target, 1)
+        return self.rows([n])
+
+    def rows(self, indices: Sequence[int]) -> Batch:
+        """Some of the examples, as a batch of their own."""
+        content, inputs, target = (_rows(part, indices, self.size) for part in (self.content, self.inputs, self.target))
+        return Batch(self.index, content, inputs, target, len(indices))
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -108,16 +112,18 @@ def require_finite_output(output: Any, batch: Batch) -> None:
         raise DataError(f"batch {batch.index}: the model's output is not finite, {cause}. Nothing was changed.")
 
 
-def _row(value: Any, n: int, size: int) -> Any:
-    """Example n of a batch's part: of tensors their row, of plain lists as long as the batch (texts) their element."""
+def _rows(value: Any, indices: Sequence[int], size: int) -> Any:
+    """Examples of a batch's part: of tensors their rows, of plain lists as long as the batch (texts) their elements."""
     if isinstance(value, Tensor):
-        return value[n : n + 1] if value.ndim else value
+        if not value.ndim:
+            return value
+        return value[indices[0] : indices[0] + 1] if len(indices) == 1 else value[list(indices)]
     if isinstance(value, Mapping):
-        return {key: _row(part, n, size) for key, part in value.items()}
+        return {key: _rows(part, indices, size) for key, part in value.items()}
     if isinstance(value, (list, tuple)):
         if not any(isinstance(leaf, Tensor) for leaf in tree_leaves(value)):
-            return value[n : n + 1] if len(value) == size else value
-        return tuple(_row(part, n, size) for part in value)
+            return type(value)(value[n] for n in indices) if len(value) == size else value
+        return tuple(_rows(part, indices, size) for part in value)
     return value
 
 

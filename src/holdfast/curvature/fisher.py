@@ -14,8 +14,12 @@ from ..precision import Dense, Diagonal
 from ..precision.base import require_dense
 from ..untouched import untouched
 from .batches import Forward, read
-from .linear import Taps, verified
+from .engine import Engine
 from .scores import Scoring, Targets, accumulation, accumulators, backward, require_finite_scores
+from .squares import Squares
+
+# What temporaries may take: a gigabyte.
+MEMORY = 1 << 30
 
 
 def diagonal_fisher(
@@ -26,6 +30,8 @@ def diagonal_fisher(
     targets: Targets | None = None,
     seed: int = 0,
     forward: Forward | None = None,
+    memory: int = MEMORY,
+    taps: bool = True,
 ) -> Diagonal:
     """The diagonal of the Fisher information: F = Σₙ E_y[(∇ −log p(y | xₙ))²], exact per example.
 
@@ -33,40 +39,29 @@ def diagonal_fisher(
     many backward passes as classes, and the default up to 16); "sampled", drawn from it with `seed`; "observed", the
     data's (the empirical Fisher, which fades as the model grows confident). Batches are `(inputs, targets)` or dicts
     with 'labels'; `forward(model, batch)` adapts unusual calls. One pass; the model is left as it was.
+
+    It costs about one training pass: gradients are tapped where operations use the parameters, and what cannot be
+    tapped goes some examples at a time (`coverage` tells which). `memory` is how many bytes the gradients of single
+    examples may take at once; `taps=False` takes every parameter the general way.
     """
     model = unwrapped(model)
     named = trainable(model)
     total = accumulators(named)
     scoring = Scoring(model, likelihood, targets, seed, forward)
-    taps = Taps(model, named)
-    checked = set()
+    engine = Engine(scoring, named, memory, taps)
     with untouched(model):
         for batch in read(batches, model):
-            with taps.listening():
-                output = scoring.output(batch)
-            batch, losses = scoring.counted(output, batch)
-            tapped = taps.exact(losses, batch)
-            case = (batch.form, frozenset(name for tap in tapped for name in tap.names))
-            if tapped and case not in checked:
-                agreed = verified(tapped, losses, batch, scoring, named)
-                checked |= {case} if len(agreed) == len(tapped) else set()
-                tapped = agreed
-            with backward(losses):
-                for column in range(len(losses) if tapped else 0):
-                    more = column < len(losses) - 1
-                    grads = torch.autograd.grad(losses[column].sum(), [tap.edge for tap in tapped], retain_graph=more)
-                    for tap, grad in zip(tapped, grads, strict=True):
-                        tap.add_squares_(total, grad)
-            del output, losses
-
-            served = {name for tap in tapped for name in tap.names}
-            rest = {name: parameter for name, parameter in named.items() if name not in served}
-            for n in range(batch.size if rest else 0):
-                for scores in scoring.of_example(batch.example(n), list(rest.values())):
+            made = engine.prepared(batch)
+            squares = Squares(made.plan, made.graph, named, total, engine.limit)
+            made.sweep(squares.take, squares.done)
+            with backward(made.losses):
+                squares.finish()
+            for scores in engine.scores(made):
+                for name, score in scores.items():  # (examples, columns, *shape)
                     # Squared per example, then summed: (Σ g)² is zero at the optimum and shrinks with the batch.
-                    for name, score in zip(rest, scores, strict=True):
-                        total[name] += score.to(total[name].dtype).square()
-            require_finite_scores(total, batch)
+                    total[name] += score.to(total[name].dtype).square().sum((0, 1))
+            require_finite_scores(total, made.batch)
+            del made, squares
     return Diagonal(total, (scoring.source(),))
 
 

@@ -73,7 +73,7 @@ class Scoring:
             if self.targets == "sampled":
                 drawn = self.likelihood.sampled(self._detached(output), batch.target, self._generator)
                 batch = replace(batch, target=drawn)
-            losses = self._losses(output, batch)
+            losses = self.losses(output, batch)
         except DataError as error:
             raise DataError(f"batch {batch.index}: {error}") from error
         if not losses.requires_grad:
@@ -93,7 +93,7 @@ class Scoring:
 
     def of_example(self, example: Batch, parameters: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
         """The scores of a batch of one, by plain autograd: one tuple of gradients per column. Right for any model."""
-        losses = self._losses(self.output(example), example)
+        losses = self.losses(self.output(example), example)
         last = len(losses) - 1
         with backward(losses):
             return [
@@ -116,7 +116,7 @@ class Scoring:
             weights=weights,
         )
 
-    def _losses(self, output: Any, batch: Batch) -> Tensor:
+    def losses(self, output: Any, batch: Batch) -> Tensor:
         """Pseudo-losses of shape (columns, batch), whose gradients are the scores."""
         if isinstance(output, Tensor) and output.shape[:1] != (batch.size,):
             raise DataError(_not_rows(batch.size, f"an output of shape {tuple(output.shape)}"))
@@ -136,7 +136,7 @@ class Scoring:
         n = batch.size - 1
         example = batch.example(n)
         single = self.output(example)
-        alone = self._losses(single, example)[:, 0]  # raises where the batch of one has lost its axis
+        alone = self.losses(single, example)[:, 0]  # raises where the batch of one has lost its axis
         together, whole = losses[:, n], losses
         if isinstance(output, Tensor):
             alone, together, whole = single[0], output[n], output

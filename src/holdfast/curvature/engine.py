@@ -1,0 +1,87 @@
+"""The tap engine: the gradients of single examples, at about the cost of one training pass.
+
+An operation's inputs and its output's gradient are all that a rule needs to know the gradient of every example, and a
+backward pass lets both go by. So a pass is made that forms no parameter's own gradient, and what goes by is tapped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from ..errors import CheckError
+from .batches import Batch
+from .forms import Form, Limit
+from .general import General, Scores
+from .graph import Graph, tapped
+from .plan import Plan, Site
+from .rules import RULES
+from .scores import Scoring, backward
+from .trial import tried
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A batch whose losses are ready to be differentiated, and the plan to do it by."""
+
+    batch: Batch
+    losses: Tensor  # (columns, batch)
+    graph: Graph
+    plan: Plan
+
+    def sweep(self, take: Callable[[Site, Form], None], done: Callable[[], None]) -> None:
+        """Let `take` have every site's form, column by column; `done` is called after each."""
+        places = self.plan.places
+        if not places:
+            return
+
+        def heard(place: int, grad: Tensor) -> None:
+            for site in places[place]:
+                call = site.call(self.graph)
+                form = RULES[site.operation](call, call.rows(grad))
+                if form is None:
+                    raise CheckError(
+                        f"the rule for {site.operation} served an earlier batch of this form, not this one."
+                    )
+                take(site, form)
+
+        last = len(self.losses) - 1
+        with backward(self.losses):
+            for column in range(len(self.losses)):
+                tapped(self.losses[column].sum(), self.graph, set(places), heard, retain=column < last)
+                done()
+
+
+class Engine:
+    """Passes over batches, planned once for each form of batch and checked against an example done alone."""
+
+    def __init__(self, scoring: Scoring, named: Mapping[str, Tensor], memory: int, taps: bool) -> None:
+        self.limit = Limit(memory)
+        self._general = General(scoring, self.limit)
+        self._scoring = scoring
+        self._named = named
+        self._taps = taps
+        self._plans: dict[Any, Plan] = {}
+
+    def prepared(self, batch: Batch) -> Pass:
+        """A batch, run forward and planned."""
+        batch, losses = self._scoring.counted(self._scoring.output(batch), batch)
+        graph = Graph(losses, self._named)
+        form = (batch.form, graph.form)
+        plan = self._plans.get(form)
+        if plan is None and (batch.size == 1 or not self._taps):
+            reason = "taps=False" if batch.size > 1 else "a batch of one is done the plain way"
+            plan = Plan({}, dict.fromkeys(self._named, reason), ())
+        elif plan is None:
+            plan, settled = tried(self._scoring, self._named, batch, losses, graph, self.limit)
+            if settled:
+                self._plans[form] = plan
+        return Pass(batch, losses, graph, plan)
+
+    def scores(self, made: Pass) -> Iterator[Scores]:
+        """What the taps leave: scores of the other parameters, a few examples at a time."""
+        rest = {name: self._named[name] for name in self._named if name in made.plan.general}
+        return self._general.scores(made.batch, rest, made.graph) if rest else iter(())

@@ -1,0 +1,225 @@
+"""The few forms in which the gradients of single examples come, without being written out for a whole batch.
+
+A form stands for one gradient per example, Gₙ, of the shape of some weight. It can add Σₙ Gₙ² to a total, and write
+out the gradients of a few examples at a time for those who need more than their squares.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ..errors import ArgumentError
+from .kernels import add_squared_products_
+
+
+@dataclass(frozen=True)
+class Limit:
+    """How many bytes temporaries may take."""
+
+    bytes: int
+
+    def examples(self, entries: int, what: str) -> int:
+        """How many examples' gradients of `entries` float32 numbers fit."""
+        fit = self.bytes // max(1, 4 * entries)
+        if fit < 1:
+            raise ArgumentError(
+                f"memory={self.bytes} is too small for one example: the gradient of {what} alone takes {4 * entries} "
+                f"bytes. Give memory={4 * entries} or more."
+            )
+        return fit
+
+
+class Form(abc.ABC):
+    """One gradient per example."""
+
+    shape: torch.Size
+    examples: int
+
+    @abc.abstractmethod
+    def scores(self, start: int, stop: int) -> Tensor:
+        """Gₙ for start ≤ n < stop, written out: (stop − start, *shape)."""
+
+    @abc.abstractmethod
+    def only(self, example: int) -> Form:
+        """The form of one example's gradient."""
+
+    @abc.abstractmethod
+    def with_more(self, others: Sequence[Form]) -> Form | None:
+        """The form of the sum with others of the same weight, if it has one."""
+
+    def add_squares_(self, total: Tensor, limit: Limit) -> None:
+        """Add Σₙ Gₙ² to a total of the same shape."""
+        step = limit.examples(self.shape.numel(), "a parameter")
+        for start in range(0, self.examples, step):
+            scores = self.scores(start, min(start + step, self.examples))
+            total += scores.to(total.dtype).square().sum(0)
+
+
+@dataclass(frozen=True)
+class Rows(Form):
+    """Gradients as they are: of biases, scales and other small weights."""
+
+    rows: Tensor  # (batch, *shape)
+
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override]
+        return self.rows.shape[1:]
+
+    @property
+    def examples(self) -> int:  # type: ignore[override]
+        return len(self.rows)
+
+    def scores(self, start: int, stop: int) -> Tensor:
+        return self.rows[start:stop]
+
+    def only(self, example: int) -> Rows:
+        return Rows(self.rows[example : example + 1].clone())
+
+    def with_more(self, others: Sequence[Form]) -> Rows | None:
+        rows = [other.rows for other in others if isinstance(other, Rows)]
+        return Rows(sum(rows, self.rows)) if len(rows) == len(others) else None
+
+    def add_squares_(self, total: Tensor, limit: Limit) -> None:
+        total += self.rows.to(total.dtype).square().sum(0)
+
+
+@dataclass(frozen=True)
+class Lookup(Form):
+    """Rows of a table, each used at some positions of an example."""
+
+    indices: Tensor  # (batch, positions)
+    values: Tensor  # (batch, positions, width): gradients of what was looked up
+    shape: torch.Size  # (rows, width)
+
+    @property
+    def examples(self) -> int:  # type: ignore[override]
+        return len(self.indices)
+
+    def scores(self, start: int, stop: int) -> Tensor:
+        count, (rows, width) = stop - start, self.shape
+        values = self.values[start:stop]
+        flat = self.indices[start:stop] + rows * torch.arange(count, device=values.device).unsqueeze(1)
+        found = values.new_zeros(count * rows, width, dtype=_wide(values))
+        found.index_add_(0, flat.flatten(), values.flatten(0, 1).to(found.dtype))
+        return found.view(count, rows, width)
+
+    def only(self, example: int) -> Lookup:
+        one = slice(example, example + 1)
+        return replace(self, indices=self.indices[one].clone(), values=self.values[one].clone())
+
+    def with_more(self, others: Sequence[Form]) -> Lookup | None:
+        same = [other for other in others if isinstance(other, Lookup)]
+        if len(same) < len(others):
+            return None
+        return replace(
+            self,
+            indices=torch.cat([self.indices, *(other.indices for other in same)], 1),
+            values=torch.cat([self.values, *(other.values for other in same)], 1),
+        )
+
+    def add_squares_(self, total: Tensor, limit: Limit) -> None:
+        # A row used twice by an example has its gradients summed first: one bin per example and row that occurs.
+        batch, positions = self.indices.shape
+        bins = self.indices + self.shape[0] * torch.arange(batch, device=self.indices.device).unsqueeze(1)
+        occurring, places = torch.unique(bins, return_inverse=True)
+        sums = total.new_zeros(len(occurring), self.shape[1])
+        sums.index_add_(0, places.flatten(), self.values.reshape(batch * positions, -1).to(total.dtype))
+        total.index_add_(0, occurring % self.shape[0], sums.square())
+
+
+@dataclass(frozen=True)
+class Products(Form):
+    """Sums of outer products over positions: Gₙ = Σ_t left_{n,t} right_{n,t}ᵀ, in groups that do not mix.
+
+    `part` gives the two sides for some examples, (examples, groups, positions, rows) and (…, columns), so that what is
+    unfolded for a convolution exists for a few examples at a time.
+    """
+
+    part: Callable[[int, int], tuple[Tensor, Tensor]]
+    examples: int
+    groups: int
+    positions: int
+    rows: int
+    columns: int
+    shape: torch.Size
+    inputs_left: bool  # whether the left side is the layer's inputs, and the right its output's gradient
+    share: int = 0  # bytes per example that `part` itself takes
+
+    @staticmethod
+    def of(left: Tensor, right: Tensor, shape: torch.Size, *, inputs_left: bool) -> Products:
+        """From both sides as they are."""
+        batch, groups, positions, rows = left.shape
+        return Products(
+            lambda start, stop: (left[start:stop], right[start:stop]),
+            batch, groups, positions, rows, right.shape[-1], shape, inputs_left,
+        )  # fmt: skip
+
+    def scores(self, start: int, stop: int) -> Tensor:
+        left, right = self.part(start, stop)
+        return (left.mT.to(_wide(left)) @ right.to(_wide(right))).reshape(stop - start, *self.shape)
+
+    def only(self, example: int) -> Products:
+        left, right = self.part(example, example + 1)
+        return Products.of(left.clone(), right.clone(), self.shape, inputs_left=self.inputs_left)
+
+    def with_more(self, others: Sequence[Form]) -> Products | None:
+        same = [other for other in others if isinstance(other, Products) and other.groups == self.groups]
+        if len(same) < len(others):
+            return None
+        every = [self, *same]
+
+        def part(start: int, stop: int) -> tuple[Tensor, Tensor]:
+            lefts, rights = zip(*(each.part(start, stop) for each in every), strict=True)
+            return torch.cat(lefts, 2), torch.cat(rights, 2)
+
+        positions = sum(each.positions for each in every)
+        return replace(self, part=part, positions=positions, share=sum(each.share for each in every))
+
+    @property
+    def swapped(self) -> Products:
+        """The transposed gradients, where there is one group."""
+
+        def part(start: int, stop: int) -> tuple[Tensor, Tensor]:
+            left, right = self.part(start, stop)
+            return right, left
+
+        return replace(
+            self, part=part, rows=self.columns, columns=self.rows, shape=torch.Size((self.columns, self.rows)),
+            inputs_left=not self.inputs_left,
+        )  # fmt: skip
+
+    def add_squares_(self, total: Tensor, limit: Limit) -> None:
+        if self.groups == 1 and total.ndim == 2 and not total.is_contiguous() and total.mT.is_contiguous():
+            return self.swapped.add_squares_(total.mT, limit)
+        if self.positions == 1:
+            # Σₙ (gₙaₙᵀ)² = (g²)ᵀ(a²): one matmul for the whole batch.
+            left, right = self.part(0, self.examples)
+            add_outer_(total, left.to(total.dtype).square(), right.to(total.dtype).square())
+            return None
+        entries = self.groups * self.rows * self.columns
+        step = max(1, min(self.examples, limit.examples(entries + self.share // 4, "a parameter")))
+        flat = total.view(self.groups, self.rows, self.columns) if total.is_contiguous() else None
+        into = torch.zeros_like(total).view(self.groups, self.rows, self.columns) if flat is None else flat
+        for start in range(0, self.examples, step):
+            left, right = self.part(start, min(start + step, self.examples))
+            add_squared_products_(into, left, right)
+        if flat is None:
+            total += into.view(total.shape)
+        return None
+
+
+def add_outer_(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add Σₙ leftₙ rightₙᵀ for sides of one position: (batch, groups, 1, rows) and (…, columns)."""
+    if left.shape[1] == 1 and total.ndim == 2:
+        total.addmm_(left.flatten(1).T, right.flatten(1))
+    else:
+        total += torch.einsum("ngtr,ngtc->grc", left, right).reshape(total.shape)
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)

@@ -1,0 +1,159 @@
+"""Which parameter is served by what: read off the graphs of two batches that differ in nothing but their size."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from .graph import Graph, Value, shapes
+from .routes import Route, route
+from .rules import RULES, Call, Split
+
+_FLATTENING = ("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0")
+_NO_AXIS = "its output has no one axis for the examples"
+
+
+@dataclass(frozen=True)
+class Site:
+    """A place where a weight meets the examples. `splits` are the ways in which its output may hold them."""
+
+    place: int  # of the operation's node in the graph
+    operation: str
+    slot: int
+    weight: torch.Size
+    output: torch.Size
+    splits: tuple[Split, ...]
+    route: Route
+
+    def call(self, graph: Graph) -> Call:
+        """The operation as it was called in a pass."""
+        return Call(graph.nodes[self.place], self.slot, self.weight, self.splits[0], self.output)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The sites that serve each parameter; why the others go one example at a time; those no output depends on.
+
+    `apart` names the parameters no entry of which is seen at two sites.
+    """
+
+    sites: Mapping[str, tuple[Site, ...]]
+    general: Mapping[str, str]
+    unused: tuple[str, ...]
+    apart: frozenset[str] = frozenset()
+
+    @property
+    def places(self) -> dict[int, list[Site]]:
+        """The sites at each node, once each."""
+        found: dict[int, list[Site]] = {}
+        for site in dict.fromkeys(site for sites in self.sites.values() for site in sites):
+            found.setdefault(site.place, []).append(site)
+        return found
+
+    def without(self, reasons: Mapping[str, str]) -> Plan:
+        """The plan with some parameters left to the general path."""
+        sites = {name: each for name, each in self.sites.items() if name not in reasons}
+        unused = tuple(name for name in self.unused if name not in reasons)
+        return replace(self, sites=sites, unused=unused, general={**self.general, **reasons})
+
+
+class _NotServed(Exception):
+    """A use of a parameter that no rule serves; the message says which."""
+
+
+def planned(
+    graph: Graph, probe: Graph, named: Mapping[str, Tensor], size: int, few: int
+) -> tuple[Plan, dict[Site, int]]:
+    """What the graph of a batch of `size` shows beside that of a few of its examples, and each site's place there."""
+    known: dict[Value, list[Site] | str] = {}
+    twins: dict[Site, int] = {}
+
+    def above(value: Value, other: Value) -> list[Site]:
+        """Every site to which a value without examples leads."""
+        if value not in known:
+            try:
+                ours, theirs = graph.consumers.get(value, []), probe.consumers.get(other, [])
+                if [(node.name(), slot) for node, slot in ours] != [(node.name(), slot) for node, slot in theirs]:
+                    raise _NotServed("batches of different size use it differently")
+                pairs = zip(ours, theirs, strict=True)
+                known[value] = [site for (node, slot), (twin, _) in pairs for site in at(value, node, slot, twin)]
+            except _NotServed as error:
+                known[value] = str(error)
+        found = known[value]
+        if isinstance(found, str):
+            raise _NotServed(found)
+        return found
+
+    def at(value: Value, node: Node, slot: int, twin: Node) -> list[Site]:
+        if shapes(node) == shapes(twin):
+            outputs = zip(graph.used_outputs(node), probe.used_outputs(twin), strict=True)
+            return [site for ours, theirs in outputs for site in above((node, ours), (twin, theirs))]
+        if node.name() not in RULES:
+            raise _NotServed(f"there is no rule for {node.name()}")
+        weight, output = torch.Size(shapes(value[0])[value[1]]), torch.Size(shapes(node)[0])
+        splits = _splits(graph, probe, node, twin, size, few)
+        site = Site(graph.places[node], node.name(), slot, weight, output, splits, route(value, graph))
+        twins[site] = probe.places[twin]
+        return [site]
+
+    sites: dict[str, tuple[Site, ...]] = {}
+    general: dict[str, str] = {}
+    for name in named:
+        if name in graph.leaves and name in probe.leaves:
+            try:
+                sites[name] = tuple(above(graph.leaves[name], probe.leaves[name]))
+            except _NotServed as error:
+                general[name] = str(error)
+    unused = tuple(name for name in named if name not in sites and name not in general)
+    apart = frozenset(name for name, each in sites.items() if _disjoint(each, named[name]))
+    return Plan(sites, general, unused, apart), twins
+
+
+def _splits(graph: Graph, probe: Graph, node: Node, twin: Node, size: int, few: int) -> tuple[Split, ...]:
+    """The ways in which an output can hold the examples, told by the one axis that grows with their number."""
+    axis, share = _grown(shapes(node)[0], shapes(twin)[0], size, few)
+    if share == 1:
+        return (Split(axis, 1, size, 1),)
+    for (user, _), (other, _) in zip(graph.consumers[node, 0], probe.consumers[twin, 0], strict=False):
+        if user.name() in _FLATTENING and other.name() == user.name() and axis == 0:
+            # Flattened for a matrix product and parted again: the parts say where the examples are.
+            parted, alone = shapes(user)[0], shapes(other)[0]
+            try:
+                inside, rest = _grown(parted, alone, size, few)
+            except _NotServed:
+                continue
+            outer = math.prod(parted[:inside])
+            if rest == 1 and share % outer == 0:
+                return (Split(axis, outer, size, share // outer),)
+    return tuple(Split(axis, outer, size, share // outer) for outer in (1, share))
+
+
+def _grown(shape: tuple[int, ...], other: tuple[int, ...], size: int, few: int) -> tuple[int, int]:
+    """The axis that holds the examples, and how much of it each has."""
+    grown = [axis for axis, (a, b) in enumerate(zip(shape, other, strict=False)) if a != b]
+    if len(shape) != len(other) or len(grown) != 1:
+        raise _NotServed(_NO_AXIS)
+    share, left = divmod(shape[grown[0]], size)
+    if left or other[grown[0]] != share * few:
+        raise _NotServed(_NO_AXIS)
+    return grown[0], share
+
+
+def _disjoint(sites: tuple[Site, ...], parameter: Tensor) -> bool:
+    """Whether no entry of a parameter is seen at two sites."""
+    if any(site.route.steps is None for site in sites):
+        return False
+    if len(sites) == 1:
+        return True
+    seen = torch.zeros(1, *parameter.shape, dtype=torch.uint8)
+    for site in sites:
+        part = site.route.view(seen)
+        part += 1
+        if bool((part > 1).any()):
+            return False
+    return True

@@ -1,0 +1,258 @@
+"""One small rule per operation: from its inputs and its output's gradient to the gradients of single examples.
+
+A layer is what it does: `nn.Linear`, an attention's packed projection and a hand-written `x @ w + b` all come here as
+the same few operations, so that a module made of torch's operations needs no rule of its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from .forms import Form, Lookup, Products, Rows
+
+
+@dataclass(frozen=True)
+class Split:
+    """Where the examples are along an axis of a tensor: it holds (outer, examples, inner), flattened."""
+
+    axis: int
+    outer: int
+    examples: int
+    inner: int
+
+    def rows(self, tensor: Tensor) -> Tensor:
+        """Examples first; behind them, the tensor as it would be for one example alone."""
+        if self.axis == 0 and self.outer == 1:
+            return torch.unflatten(tensor, 0, (self.examples, self.inner))
+        parted = torch.unflatten(tensor, self.axis, (self.outer, self.examples, self.inner)).movedim(self.axis + 1, 0)
+        return parted.flatten(self.axis + 1, self.axis + 2)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of an operation in which a weight, at input `slot`, met the examples."""
+
+    node: Node
+    slot: int
+    weight: torch.Size
+    split: Split
+    output: torch.Size
+
+    def saved(self, name: str) -> Any:
+        """What the operation saved of its forward pass."""
+        return getattr(self.node, f"_saved_{name}")
+
+    def rows(self, tensor: Tensor) -> Tensor:
+        """A tensor of the output's axes (or one that broadcasts to them), examples first."""
+        return self.split.rows(tensor)
+
+    def rows_like_output(self, tensor: Tensor) -> Tensor:
+        """A tensor that broadcasts to the output, examples first."""
+        return self.split.rows(tensor.expand(self.output))
+
+
+# From a call and its output's gradient (examples first, each as if alone) to the weight's gradients, or None if it
+# cannot. Keys are the names of nodes in the backward graph; of a torch.autograd.Function `F`, that is "FBackward".
+Rule = Callable[[Call, Tensor], Form | None]
+RULES: dict[str, Rule] = {}
+
+
+def rule(*names: str) -> Callable[[Rule], Rule]:
+    """Register a rule for operations, by the names of their backward nodes."""
+
+    def register(function: Rule) -> Rule:
+        RULES.update(dict.fromkeys(names, function))
+        return function
+
+    return register
+
+
+def reduced(rows: Tensor, shape: torch.Size) -> Rows | None:
+    """Gradients of a weight that was broadcast: summed over the axes that it lacks, or has once."""
+    extra = rows.ndim - 1 - len(shape)
+    if extra < 0:
+        return None
+    missing = [1 + extra + i for i, size in enumerate(shape) if size == 1 and rows.shape[1 + extra + i] != 1]
+    axes = [*range(1, 1 + extra), *missing]
+    rows = rows.to(_wide(rows))
+    return Rows(rows.sum(axes, keepdim=True).reshape(len(rows), *shape) if axes else rows.reshape(len(rows), *shape))
+
+
+@rule("AddmmBackward0", "MmBackward0")
+def matrix_product(call: Call, grad: Tensor) -> Form | None:
+    """β·bias + α·(a @ b), the work of every linear layer: ∂b = aᵀg, ∂a = g bᵀ."""
+    added = call.node.name().startswith("Addmm")
+    slot = call.slot - added
+    if slot < 0:
+        return reduced(grad * call.saved("beta"), call.weight)
+    if added and call.saved("alpha") != 1:
+        grad = grad * call.saved("alpha")
+    if slot == 1 and call.split.axis == 0:
+        left, right = call.rows(call.saved("mat1" if added else "self")), grad  # (batch, positions, in), (…, out)
+    elif slot == 0 and call.split.axis == 1:
+        left, right = grad.mT, call.rows(call.saved("mat2")).mT
+    else:
+        return None
+    return Products.of(left.unsqueeze(1), right.unsqueeze(1), call.weight, inputs_left=slot == 1)
+
+
+@rule("BmmBackward0")
+def batched_matrix_product(call: Call, grad: Tensor) -> Form | None:
+    """As above, in groups: a weight per head, or einsum's products."""
+    if call.slot == 1 and call.split.axis == 1:
+        return Products.of(call.rows(call.saved("self")), grad, call.weight, inputs_left=True)
+    if call.slot == 0 and call.split.axis == 2:
+        return Products.of(grad.mT, call.rows(call.saved("mat2")).mT, call.weight, inputs_left=False)
+    return None
+
+
+@rule("ConvolutionBackward0")
+def convolution(call: Call, grad: Tensor) -> Form | None:
+    """Any number of axes, strides, dilations, groups; transposed, the two sides change places."""
+    if call.split.axis != 0 or call.slot == 0:
+        return None
+    axes = len(call.saved("stride"))
+    if call.slot == 2:
+        return reduced(grad.flatten(-axes).sum(-1), call.weight)
+    small, large = call.rows(call.saved("input")), grad  # (batch, 1, channels, *space)
+    if not call.saved("transposed"):
+        small, large = large, small
+    groups, kernel = call.saved("groups"), tuple(call.weight[2:])
+    share, positions = small.shape[1], math.prod(small.shape[3:])
+    each = call.weight[0] // groups, call.weight[1] * math.prod(kernel)
+
+    def part(start: int, stop: int) -> tuple[Tensor, Tensor]:
+        patches = _patches(large[start:stop].flatten(0, 1), call, small.shape[3:], kernel)
+        few = small[start:stop].reshape(stop - start, share, groups, -1, positions)
+        many = patches.view(stop - start, share, groups, -1, positions)
+        if share == 1:
+            return few[:, 0].mT, many[:, 0].mT
+        few, many = (side.permute(0, 2, 1, 4, 3).flatten(2, 3) for side in (few, many))
+        return few, many
+
+    return Products(
+        part, len(grad), groups, share * positions, *each, call.weight, inputs_left=call.saved("transposed"),
+        share=4 * share * groups * each[1] * positions,
+    )  # fmt: skip
+
+
+@rule("EmbeddingBackward0")
+def embedding(call: Call, grad: Tensor) -> Form | None:
+    if call.saved("scale_grad_by_freq"):
+        return None  # the frequencies are the batch's
+    indices = call.rows(call.saved("indices")).flatten(1)
+    values = grad.flatten(1, -2)
+    values = values.masked_fill((indices == call.saved("padding_idx")).unsqueeze(-1), 0.0)
+    return Lookup(indices, values, call.weight)
+
+
+@rule("NativeLayerNormBackward0")
+def layer_norm(call: Call, grad: Tensor) -> Form | None:
+    if call.slot == 1:
+        inputs, mean, scale = (call.saved(name) for name in ("input", "result1", "result2"))
+        grad = grad * call.rows((inputs - mean) * scale)
+    return reduced(grad, call.weight) if call.slot else None
+
+
+@rule("FusedRmsNormBackward0")
+def rms_norm(call: Call, grad: Tensor) -> Form | None:
+    if call.slot == 1:
+        grad = grad * call.rows(call.saved("input") * call.saved("result1"))
+        return reduced(grad, call.weight)
+    return None
+
+
+@rule("NativeGroupNormBackward0")
+def group_norm(call: Call, grad: Tensor) -> Form | None:
+    if call.split.axis != 0 or call.slot == 0:
+        return None
+    if call.slot == 1:
+        inputs, mean, scale = (call.saved(name) for name in ("input", "result1", "result2"))
+        parted = inputs.reshape(*mean.shape, -1)
+        grad = grad * call.rows(((parted - mean.unsqueeze(-1)) * scale.unsqueeze(-1)).view(inputs.shape))
+    return Rows(_by_channel(grad))
+
+
+@rule("NativeBatchNormBackward0", "CudnnBatchNormBackward0")
+def batch_norm(call: Call, grad: Tensor) -> Form | None:
+    """With running statistics: a fixed scale and shift per channel."""
+    if call.split.axis != 0 or call.slot == 0 or call.saved("training"):
+        return None
+    if call.slot == 1:
+        inputs = call.saved("input")
+        channels = (-1, *[1] * (inputs.ndim - 2))
+        mean, variance = (call.saved(f"running_{name}").view(channels) for name in ("mean", "var"))
+        grad = grad * call.rows((inputs - mean) * (variance + call.saved("eps")).rsqrt())
+    return Rows(_by_channel(grad))
+
+
+@rule("PreluKernelBackward0")
+def prelu(call: Call, grad: Tensor) -> Form | None:
+    return reduced(grad * call.rows(call.saved("self").clamp(max=0)), call.weight) if call.slot == 1 else None
+
+
+@rule("MulBackward0")
+def scale(call: Call, grad: Tensor) -> Form | None:
+    """A bare parameter as a factor."""
+    other = call.saved("self" if call.slot else "other")
+    return reduced(grad * call.rows_like_output(other), call.weight)
+
+
+@rule("DivBackward0")
+def quotient(call: Call, grad: Tensor) -> Form | None:
+    other = call.rows_like_output(call.saved("other"))
+    if call.slot:
+        return reduced(-grad * call.rows_like_output(call.saved("self")) / other.square(), call.weight)
+    return reduced(grad / other, call.weight)
+
+
+@rule("AddBackward0", "SubBackward0")
+def shift(call: Call, grad: Tensor) -> Form | None:
+    """A bare parameter as a summand: biases, positions."""
+    if call.slot:
+        grad = grad * (call.saved("alpha") if call.node.name().startswith("Add") else -call.saved("alpha"))
+    return reduced(grad, call.weight)
+
+
+@rule("ExpandBackward0", "RepeatBackward0")
+def repetition(call: Call, grad: Tensor) -> Form | None:
+    """The same weight for every example: class tokens, an instance norm's scale."""
+    if call.node.name().startswith("Expand"):
+        return reduced(grad, call.weight)
+    return Rows(grad.reshape(len(grad), *call.weight)) if grad[0].numel() == call.weight.numel() else None
+
+
+def _by_channel(grad: Tensor) -> Tensor:
+    """(batch, share, channels, *space) summed to (batch, channels)."""
+    grad = grad.to(_wide(grad))
+    return grad.flatten(3).sum((1, 3)) if grad.ndim > 3 else grad.sum(1)
+
+
+def _patches(images: Tensor, call: Call, positions: torch.Size, kernel: tuple[int, ...]) -> Tensor:
+    """What the kernel saw at each position: (images, channels · kernel, positions)."""
+    stride, padding, dilation = (tuple(call.saved(name)) for name in ("stride", "padding", "dilation"))
+    if all(size == 1 for size in (*kernel, *stride)) and not any(padding):
+        return images.flatten(2)
+    if len(kernel) == 2:
+        found = F.unfold(images, kernel, dilation, padding, stride)
+        if found.shape[-1] == positions.numel():
+            return found
+    windows = F.pad(images, [amount for pad in reversed(padding) for amount in (pad, pad)])
+    for axis, (size, step, gap, count) in enumerate(zip(kernel, stride, dilation, positions, strict=True)):
+        window = windows.unfold(2 + axis, gap * (size - 1) + 1, step).narrow(2 + axis, 0, count)
+        windows = window[..., ::gap]
+    axes = len(kernel)  # (images, channels, *positions, *kernel)
+    order = (0, 1, *range(2 + axes, 2 + 2 * axes), *range(2, 2 + axes))
+    return windows.permute(order).flatten(2 + axes).flatten(1, 1 + axes)
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)

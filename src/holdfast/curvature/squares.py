@@ -1,0 +1,98 @@
+"""The diagonal: squares of the gradients of single examples, summed as the taps bring them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .forms import Form, Limit, Products, add_outer_
+from .graph import Graph
+from .plan import Plan, Site
+
+
+class Squares:
+    """Takes the forms of one batch, and adds Σₙ Gₙ² to the totals.
+
+    A parameter used at several sites has its gradients summed per example before they are squared: by one form where
+    they join (steps of a recurrent cell), else written out for some examples at a time (a tied embedding).
+    """
+
+    def __init__(
+        self, plan: Plan, graph: Graph, named: Mapping[str, Tensor], total: Mapping[str, Tensor], limit: Limit
+    ) -> None:
+        self._plan = plan
+        self._graph = graph
+        self._named = named
+        self._total = total
+        self._limit = limit
+        self._names: dict[Site, list[str]] = {}
+        for name, sites in plan.sites.items():
+            for site in sites:
+                self._names.setdefault(site, []).append(name)
+        self._waiting: dict[str, dict[Site, Form]] = {}
+        self._rank_one: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
+
+    def take(self, site: Site, form: Form) -> None:
+        """A site's form, in the course of a backward pass."""
+        for name in self._names[site]:
+            sites = self._plan.sites[name]
+            if name in self._plan.apart:
+                self._add(name, site, form)
+                continue
+            waiting = self._waiting.setdefault(name, {})
+            waiting[site] = form
+            if len(waiting) == len(sites) and all(each.route.steps is not None for each in sites):
+                self._add_together(name, self._waiting.pop(name))
+
+    @torch.no_grad()
+    def done(self) -> None:
+        """The pass is over: what waited for a second use that no gradient reached, or for the graph to be free."""
+        while self._waiting:
+            self._add_together(*self._waiting.popitem())
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """All columns are through."""
+        for total, left, right in self._rank_one.values():
+            add_outer_(total, left, right)
+        self._rank_one.clear()
+
+    def _add(self, name: str, site: Site, form: Form) -> None:
+        """A form whose squares stand for themselves."""
+        total = site.route.view(self._total[name].unsqueeze(0))[0]
+        if not isinstance(form, Products) or form.positions > 1:
+            form.add_squares_(total, self._limit)
+            return
+        # The columns of an exact Fisher share their inputs, so their squared gradients are summed first.
+        left, right = (side.to(total.dtype).square() for side in form.part(0, form.examples))
+        if name in self._rank_one:
+            _, before, after = self._rank_one[name]
+            left, right = (left, right + after) if form.inputs_left else (left + before, right)
+        self._rank_one[name] = (total, left, right)
+
+    def _add_together(self, name: str, forms: Mapping[Site, Form]) -> None:
+        by_route: dict[Any, list[tuple[Site, Form]]] = {}
+        for site, form in forms.items():
+            by_route.setdefault(site.route.key, []).append((site, form))
+        joined: list[tuple[Site, Form]] = []
+        for (site, first), *others in by_route.values():
+            whole = first.with_more([form for _, form in others])
+            joined += [(site, whole)] if whole is not None else [(site, first), *others]
+        if len(joined) == 1 and joined[0][0].route.steps is not None:
+            self._add(name, *joined[0])
+            return
+        parameter, total = self._named[name], self._total[name]
+        size = joined[0][1].examples
+        entries = parameter.numel() + sum(form.shape.numel() for _, form in joined)
+        step = self._limit.examples(entries, f"`{name}`")
+        for start in range(0, size, step):
+            stop = min(start + step, size)
+            scores = sum(
+                site.route.pulled(form.scores(start, stop).to(total.dtype), parameter, self._graph)
+                for site, form in joined
+            )
+            assert isinstance(scores, Tensor)
+            total += scores.to(total.dtype).square().sum(0)
