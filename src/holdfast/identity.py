@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_CHUNK = 1 << 20
+_CHUNK = 1 << 17  # small enough for temporaries to be used again, not given back
 
 
 def digest(text: str) -> str:

@@ -106,10 +106,16 @@ def run(model: nn.Module, batch: Batch, forward: Forward | None) -> Any:
 
 def require_finite_output(output: Any, batch: Batch) -> None:
     """Raise unless a tensor output is finite."""
-    if isinstance(output, Tensor) and not bool(output.isfinite().all()):
-        clean = all(bool(tensor.isfinite().all()) for tensor in batch.tensors if tensor.is_floating_point())
+    if isinstance(output, Tensor) and not _is_finite(output):
+        clean = all(_is_finite(tensor) for tensor in batch.tensors if tensor.is_floating_point())
         cause = "though the batch itself is finite" if clean else "because the batch itself is not"
         raise DataError(f"batch {batch.index}: the model's output is not finite, {cause}. Nothing was changed.")
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    # The sum tells in one pass without temporaries; it can overflow where no entry does.
+    wide = torch.promote_types(tensor.dtype, torch.float32)
+    return bool(tensor.sum(dtype=wide).isfinite()) or bool(tensor.isfinite().all())
 
 
 def _rows(value: Any, indices: Sequence[int], size: int) -> Any:

@@ -7,6 +7,7 @@ out the gradients of a few examples at a time for those who need more than their
 from __future__ import annotations
 
 import abc
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -15,6 +16,8 @@ from torch import Tensor
 
 from ..errors import ArgumentError
 from .kernels import add_squared_products_
+
+_CACHED = 4 << 20
 
 
 @dataclass(frozen=True)
@@ -202,7 +205,9 @@ class Products(Form):
             add_outer_(total, left.to(total.dtype).square(), right.to(total.dtype).square())
             return None
         entries = self.groups * self.rows * self.columns
-        step = max(1, min(self.examples, limit.examples(entries + self.share // 4, "a parameter")))
+        step = limit.examples(entries + self.share // 4, "a parameter")
+        if total.device.type == "cpu":  # temporaries that stay in the cache
+            step = max(1, min(step, _CACHED // (4 * entries + self.share)))
         flat = total.view(self.groups, self.rows, self.columns) if total.is_contiguous() else None
         into = torch.zeros_like(total).view(self.groups, self.rows, self.columns) if flat is None else flat
         for start in range(0, self.examples, step):
@@ -211,6 +216,45 @@ class Products(Form):
         if flat is None:
             total += into.view(total.shape)
         return None
+
+
+@dataclass(frozen=True)
+class Shifted(Form):
+    """A convolution's gradients, one offset of its kernel after another: each is a product of its own."""
+
+    pieces: tuple[Callable[[], Products], ...]  # for each entry of the kernel; made when needed, and not kept
+    examples: int
+    shape: torch.Size  # (rows, columns, *kernel)
+
+    def scores(self, start: int, stop: int) -> Tensor:
+        scores = [piece().scores(start, stop) for piece in self.pieces]
+        return torch.stack(scores, -1).view(stop - start, *self.shape)
+
+    def only(self, example: int) -> Shifted:
+        pieces = tuple(functools.partial(piece().only, example) for piece in self.pieces)
+        return Shifted(pieces, 1, self.shape)
+
+    def with_more(self, others: Sequence[Form]) -> Shifted | None:
+        same = [other for other in others if isinstance(other, Shifted)]
+        if len(same) < len(others):
+            return None
+
+        def joined(place: int) -> Callable[[], Products]:
+            def piece() -> Products:
+                whole = self.pieces[place]().with_more([other.pieces[place]() for other in same])
+                assert whole is not None  # of one weight, and so in the same groups
+                return whole
+
+            return piece
+
+        return replace(self, pieces=tuple(joined(place) for place in range(len(self.pieces))))
+
+    def add_squares_(self, total: Tensor, limit: Limit) -> None:
+        flat = total.view(*self.shape[:2], len(self.pieces))
+        for place, piece in enumerate(self.pieces):
+            squares = total.new_zeros(self.shape[:2])
+            piece().add_squares_(squares, limit)
+            flat[..., place] += squares
 
 
 def add_outer_(total: Tensor, left: Tensor, right: Tensor) -> None:

@@ -6,8 +6,9 @@ the same few operations, so that a module made of torch's operations needs no ru
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
+import functools
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from .forms import Form, Lookup, Products, Rows
+from .forms import Form, Lookup, Products, Rows, Shifted
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,9 @@ class Call:
         return self.split.rows(tensor.expand(self.output))
 
 
+# A convolution with fewer input channels has its patches unfolded; with more, each entry of its kernel is a product.
+_FEW_CHANNELS = 16
+
 # From a call and its output's gradient (examples first, each as if alone) to the weight's gradients, or None if it
 # cannot. Keys are the names of nodes in the backward graph; of a torch.autograd.Function `F`, that is "FBackward".
 Rule = Callable[[Call, Tensor], Form | None]
@@ -81,7 +85,7 @@ def reduced(rows: Tensor, shape: torch.Size) -> Rows | None:
     if extra < 0:
         return None
     missing = [1 + extra + i for i, size in enumerate(shape) if size == 1 and rows.shape[1 + extra + i] != 1]
-    axes = [*range(1, 1 + extra), *missing]
+    axes = [axis for axis in (*range(1, 1 + extra), *missing) if rows.shape[axis] > 1]
     rows = rows.to(_wide(rows))
     return Rows(rows.sum(axes, keepdim=True).reshape(len(rows), *shape) if axes else rows.reshape(len(rows), *shape))
 
@@ -116,32 +120,41 @@ def batched_matrix_product(call: Call, grad: Tensor) -> Form | None:
 
 @rule("ConvolutionBackward0")
 def convolution(call: Call, grad: Tensor) -> Form | None:
-    """Any number of axes, strides, dilations, groups; transposed, the two sides change places."""
+    """Any number of axes, strides, dilations, groups; transposed, inputs and gradients change places."""
     if call.split.axis != 0 or call.slot == 0:
         return None
-    axes = len(call.saved("stride"))
     if call.slot == 2:
-        return reduced(grad.flatten(-axes).sum(-1), call.weight)
-    small, large = call.rows(call.saved("input")), grad  # (batch, 1, channels, *space)
-    if not call.saved("transposed"):
-        small, large = large, small
-    groups, kernel = call.saved("groups"), tuple(call.weight[2:])
-    share, positions = small.shape[1], math.prod(small.shape[3:])
-    each = call.weight[0] // groups, call.weight[1] * math.prod(kernel)
+        return Rows(_by_channel(grad))
+    transposed, groups, kernel = call.saved("transposed"), call.saved("groups"), call.weight[2:]
+    # The side with one value for each place where the kernel was put, and the side that it moved over.
+    placed, under = call.rows(call.saved("input")), grad  # (batch, share, channels, *space)
+    if not transposed:
+        placed, under = under, placed
+    margins = [margin for margin in reversed(call.saved("padding")) for _ in range(2)]
+    under = F.pad(under.flatten(0, 1), margins).unflatten(0, (len(grad), -1))  # type: ignore[no-untyped-call]
 
-    def part(start: int, stop: int) -> tuple[Tensor, Tensor]:
-        patches = _patches(large[start:stop].flatten(0, 1), call, small.shape[3:], kernel)
-        few = small[start:stop].reshape(stop - start, share, groups, -1, positions)
-        many = patches.view(stop - start, share, groups, -1, positions)
-        if share == 1:
-            return few[:, 0].mT, many[:, 0].mT
-        few, many = (side.permute(0, 2, 1, 4, 3).flatten(2, 3) for side in (few, many))
-        return few, many
+    def sides(offsets: Sequence[tuple[int, ...]], start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """The placed side, and what the kernel's entries at `offsets` saw: (examples, groups, positions, rows)."""
+        seen = torch.stack([under[start:stop][(..., *_window(call, placed, offset))] for offset in offsets], 3)
+        left, right = placed[start:stop].unflatten(2, (groups, -1)), seen.unflatten(2, (groups, -1))  # type: ignore[no-untyped-call]
+        left, right = left.flatten(4), right.flatten(3, 4).flatten(4)  # (examples, share, groups, rows, positions)
+        if placed.shape[1] == 1:
+            return left[:, 0].mT, right[:, 0].mT
+        return left.movedim(1, 3).flatten(3).mT, right.movedim(1, 3).flatten(3).mT
 
-    return Products(
-        part, len(grad), groups, share * positions, *each, call.weight, inputs_left=call.saved("transposed"),
-        share=4 * share * groups * each[1] * positions,
-    )  # fmt: skip
+    def product(offsets: Sequence[tuple[int, ...]], shape: torch.Size) -> Products:
+        positions, columns = placed[0, :, 0].numel(), call.weight[1] * len(offsets)
+        return Products(
+            functools.partial(sides, offsets), len(grad), groups, positions, call.weight[0] // groups, columns, shape,
+            inputs_left=transposed, share=4 * positions * groups * columns,
+        )  # fmt: skip
+
+    offsets = list(itertools.product(*(range(size) for size in kernel)))
+    if call.weight[1] < _FEW_CHANNELS:
+        return product(offsets, call.weight)
+    return Shifted(
+        tuple(functools.partial(product, [each], call.weight[:2]) for each in offsets), len(grad), call.weight
+    )
 
 
 @rule("EmbeddingBackward0")
@@ -236,22 +249,10 @@ def _by_channel(grad: Tensor) -> Tensor:
     return grad.flatten(3).sum((1, 3)) if grad.ndim > 3 else grad.sum(1)
 
 
-def _patches(images: Tensor, call: Call, positions: torch.Size, kernel: tuple[int, ...]) -> Tensor:
-    """What the kernel saw at each position: (images, channels · kernel, positions)."""
-    stride, padding, dilation = (tuple(call.saved(name)) for name in ("stride", "padding", "dilation"))
-    if all(size == 1 for size in (*kernel, *stride)) and not any(padding):
-        return images.flatten(2)
-    if len(kernel) == 2:
-        found = F.unfold(images, kernel, dilation, padding, stride)
-        if found.shape[-1] == positions.numel():
-            return found
-    windows = F.pad(images, [amount for pad in reversed(padding) for amount in (pad, pad)])
-    for axis, (size, step, gap, count) in enumerate(zip(kernel, stride, dilation, positions, strict=True)):
-        window = windows.unfold(2 + axis, gap * (size - 1) + 1, step).narrow(2 + axis, 0, count)
-        windows = window[..., ::gap]
-    axes = len(kernel)  # (images, channels, *positions, *kernel)
-    order = (0, 1, *range(2 + axes, 2 + 2 * axes), *range(2, 2 + axes))
-    return windows.permute(order).flatten(2 + axes).flatten(1, 1 + axes)
+def _window(call: Call, placed: Tensor, offset: tuple[int, ...]) -> tuple[slice, ...]:
+    """Where an entry of the kernel lay, over all the places where the kernel was put."""
+    axes = zip(offset, placed.shape[3:], call.saved("stride"), call.saved("dilation"), strict=True)
+    return tuple(slice(at * gap, at * gap + (count - 1) * step + 1, step) for at, count, step, gap in axes)
 
 
 def _wide(tensor: Tensor) -> torch.dtype:

@@ -13,7 +13,7 @@ from ..errors import ArgumentError, DataError, InertError
 from ..identity import digest, fingerprints, row_sums
 from ..likelihood import Likelihood
 from ..likelihood.base import as_tensor
-from ..params import all_parameters
+from ..params import all_parameters, some
 from ..precision import Source
 from .batches import Batch, Forward, require_finite_output, run
 
@@ -172,9 +172,11 @@ def require_finite_scores(total: Mapping[str, Tensor], batch: Batch) -> None:
     """Raise if the sums are no longer finite after `batch`, naming it and the parameters."""
     finite = torch.stack([entries.sum().isfinite().cpu() for entries in total.values()])
     if not bool(finite.all()):
-        broken = [f"`{name}`" for name, fine in zip(total, finite.tolist(), strict=True) if not fine]
+        broken = {
+            name: entries for (name, entries), fine in zip(total.items(), finite.tolist(), strict=True) if not fine
+        }
         raise DataError(
-            f"batch {batch.index}: the gradients of {', '.join(broken[:6])} are not finite (or overflow when squared). "
+            f"batch {batch.index}: the gradients of {some(broken)} are not finite (or overflow when squared). "
             "Nothing was changed."
         )
 
