@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_CHUNK = 1 << 17  # small enough for temporaries to be used again, not given back
+# Entries at once: on the CPU few enough for temporaries to stay in its cache, elsewhere many for few calls.
+_CHUNK = {"cpu": 1 << 17}
+_LARGE_CHUNK = 1 << 24
 
 
 def digest(text: str) -> str:
@@ -54,7 +56,7 @@ def _weighted(rows: Tensor) -> Tensor:
     The weights are odd: an even one would push the highest bit, a float's sign, out of the sum.
     """
     total = torch.zeros(rows.shape[0], dtype=torch.int64, device=rows.device)
-    width = max(1, _CHUNK // max(1, rows.shape[0]))
+    width = max(1, _CHUNK.get(rows.device.type, _LARGE_CHUNK) // max(1, rows.shape[0]))
     for index, chunk in enumerate(torch.split(rows, width, dim=1)):
         start = index * width
         total += (chunk * (2 * torch.arange(start, start + chunk.shape[1], device=rows.device) + 1)).sum(1)

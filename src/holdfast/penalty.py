@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .errors import InertError
+from .kernels import add_pull_, in_one_pass
 from .params import matched, shapes
 from .posterior import Memory, Posterior, as_posterior
 from .posterior.gaussian import difference
@@ -94,6 +95,13 @@ class Quadratic:
             params = self.held(model)
             if not params:
                 return torch.zeros(())
+            entries = self.posterior.precision.entrywise()
+            if entries is not None and all(id(parameter) in only for parameter in params.values()):
+                grads = [_gradient(parameter) for parameter in params.values()]
+                means = [self.posterior.mean[name] for name in params]
+                weights = [entries[name] for name in params]
+                if in_one_pass(grads, list(params.values()), means, weights):
+                    return add_pull_(grads, list(params.values()), means, weights, scale)
             delta = {name: difference(parameter, self.posterior.mean[name]) for name, parameter in params.items()}
             pull = self.posterior.precision.matvec(delta)
             for name, gradient in pull.items():
@@ -111,13 +119,17 @@ def require_something_held(posterior: Posterior) -> None:
         )
 
 
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    """The gradient to add to, dense, made where there is none."""
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    elif parameter.grad.is_sparse:
+        parameter.grad = parameter.grad.to_dense()
+    return parameter.grad
+
+
 def _add_(parameter: nn.Parameter, gradient: Tensor, scale: float | Tensor) -> None:
     if isinstance(scale, Tensor):
         scale = scale.to(gradient.device)
-    step = (scale * gradient).to(device=parameter.device, dtype=parameter.dtype)
-    if parameter.grad is None:
-        parameter.grad = step
-    elif parameter.grad.is_sparse:
-        parameter.grad = parameter.grad.to_dense() + step
-    else:
-        parameter.grad += step
+    grad = _gradient(parameter)
+    grad += (scale * gradient).to(device=parameter.device, dtype=parameter.dtype)

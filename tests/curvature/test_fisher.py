@@ -19,7 +19,7 @@ def drawn(case: Case, batches: list, seed: int = 0) -> list:
     scoring = Scoring(model, case.likelihood, "sampled", seed, case.forward)
     labeled = []
     for batch in read(batches, model):
-        batch, _ = scoring.counted(scoring.output(batch), batch)
+        batch, _ = scoring.counted(batch)
         content = batch.content
         labeled.append(
             {**content, "labels": batch.target} if isinstance(content, dict) else (*content[:-1], batch.target)

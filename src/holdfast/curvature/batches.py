@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import Dataset, IterableDataset
 
 from ..errors import DataError
+from .doubts import Doubts
 
 Forward = Callable[[nn.Module, Any], Any]
 
@@ -104,18 +105,17 @@ def run(model: nn.Module, batch: Batch, forward: Forward | None) -> Any:
     return getattr(output, "logits", output)
 
 
-def require_finite_output(output: Any, batch: Batch) -> None:
-    """Raise unless a tensor output is finite."""
-    if isinstance(output, Tensor) and not _is_finite(output):
-        clean = all(_is_finite(tensor) for tensor in batch.tensors if tensor.is_floating_point())
+def require_finite_output(output: Tensor, batch: Batch, doubts: Doubts) -> None:
+    """Raise unless an output is finite."""
+    wide = torch.promote_types(output.dtype, torch.float32)
+
+    def error(_: list[bool]) -> DataError:
+        clean = all(bool(tensor.isfinite().all()) for tensor in batch.tensors if tensor.is_floating_point())
         cause = "though the batch itself is finite" if clean else "because the batch itself is not"
-        raise DataError(f"batch {batch.index}: the model's output is not finite, {cause}. Nothing was changed.")
+        return DataError(f"batch {batch.index}: the model's output is not finite, {cause}. Nothing was changed.")
 
-
-def _is_finite(tensor: Tensor) -> bool:
-    # The sum tells in one pass without temporaries; it can overflow where no entry does.
-    wide = torch.promote_types(tensor.dtype, torch.float32)
-    return bool(tensor.sum(dtype=wide).isfinite()) or bool(tensor.isfinite().all())
+    # The sum tells in one pass, and without temporaries.
+    doubts.unless(output.detach().sum(dtype=wide).isfinite(), error)
 
 
 def _rows(value: Any, indices: Sequence[int], size: int) -> Any:

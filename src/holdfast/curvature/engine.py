@@ -51,7 +51,7 @@ class Pass:
         last = len(self.losses) - 1
         with backward(self.losses):
             for column in range(len(self.losses)):
-                tapped(self.losses[column].sum(), self.graph, set(places), heard, retain=column < last)
+                tapped(self.losses[column].sum(), self.graph, places, self.plan.lowest, heard, retain=column < last)
                 done()
 
 
@@ -64,21 +64,20 @@ class Engine:
         self._scoring = scoring
         self._named = named
         self._taps = taps
-        self._plans: dict[Any, Plan] = {}
+        self._plans: dict[Any, list[Plan]] = {}
 
     def prepared(self, batch: Batch) -> Pass:
         """A batch, run forward and planned."""
-        batch, losses = self._scoring.counted(self._scoring.output(batch), batch)
+        batch, losses = self._scoring.counted(batch)
         graph = Graph(losses, self._named)
-        form = (batch.form, graph.form)
-        plan = self._plans.get(form)
-        if plan is None and (batch.size == 1 or not self._taps):
+        if batch.size == 1 or not self._taps:
             reason = "taps=False" if batch.size > 1 else "a batch of one is done the plain way"
-            plan = Plan({}, dict.fromkeys(self._named, reason), ())
-        elif plan is None:
+            return Pass(batch, losses, graph, Plan({}, dict.fromkeys(self._named, reason), ()))
+        plans = self._plans.setdefault((batch.form, graph.names), [])
+        plan = next((plan for plan in plans if plan.fits(graph)), None)
+        if plan is None:
             plan, settled = tried(self._scoring, self._named, batch, losses, graph, self.limit)
-            if settled:
-                self._plans[form] = plan
+            plans += [plan] if settled else []
         return Pass(batch, losses, graph, plan)
 
     def scores(self, made: Pass) -> Iterator[Scores]:

@@ -49,10 +49,11 @@ def diagonal_fisher(
     total = accumulators(named)
     scoring = Scoring(model, likelihood, targets, seed, forward)
     engine = Engine(scoring, named, memory, taps)
+    squares = Squares(named, total, engine.limit)
     with untouched(model):
         for batch in read(batches, model):
             made = engine.prepared(batch)
-            squares = Squares(made.plan, made.graph, named, total, engine.limit)
+            squares.begin(made.plan, made.graph)
             made.sweep(squares.take, squares.done)
             with backward(made.losses):
                 squares.finish()
@@ -60,9 +61,10 @@ def diagonal_fisher(
                 for name, score in scores.items():  # (examples, columns, *shape)
                     # Squared per example, then summed: (Σ g)² is zero at the optimum and shrinks with the batch.
                     total[name] += score.to(total[name].dtype).square().sum((0, 1))
-            require_finite_scores(total, made.batch)
-            del made, squares
-    return Diagonal(total, (scoring.source(),))
+            require_finite_scores(total, made.batch, scoring.doubts)
+            del made
+        source = scoring.source()
+    return Diagonal(total, (source,))
 
 
 def dense_fisher(
@@ -87,7 +89,7 @@ def dense_fisher(
     scoring = Scoring(model, likelihood, targets, seed, forward)
     with untouched(model):
         for batch in read(batches, model):
-            batch, losses = scoring.counted(scoring.output(batch), batch)
+            batch, losses = scoring.counted(batch)
             del losses
             for n in range(batch.size):
                 columns = scoring.of_example(batch.example(n), list(named.values()))
@@ -95,5 +97,5 @@ def dense_fisher(
                 rows = rows.to(total)  # (columns, P)
                 with backward(total):
                     total.addmm_(rows.T, rows)
-            require_finite_scores({"Λ": total}, batch)
+            require_finite_scores({"Λ": total}, batch, scoring.doubts)
     return Dense(shapes(named), (total + total.T) / 2, (scoring.source(),))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ArgumentError
-from .kernels import add_squared_products_
+from ..kernels import add_squared_products_
 
 _CACHED = 4 << 20
 

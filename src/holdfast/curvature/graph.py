@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Mapping
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -11,6 +11,8 @@ from torch.autograd.graph import GradientEdge, Node
 
 # An output of an operation: the operation's node, and which of its outputs.
 Value = tuple[Node, int]
+
+_LEAF = "torch::autograd::AccumulateGrad"
 
 
 class Graph:
@@ -21,50 +23,58 @@ class Graph:
     """
 
     def __init__(self, losses: Tensor, named: Mapping[str, Tensor]) -> None:
-        names = {id(parameter): name for name, parameter in named.items()}
+        self._named = named
         self.nodes: list[Node] = []
-        self.leaves: dict[str, Value] = {}
-        self.consumers: dict[Value, list[tuple[Node, int]]] = {}
         assert losses.grad_fn is not None
         seen, stack = {losses.grad_fn}, [losses.grad_fn]
         while stack:
             node = stack.pop()
             self.nodes.append(node)
-            leaf = names.get(id(getattr(node, "variable", None)))
-            if leaf is not None:
-                self.leaves[leaf] = (node, 0)
-            for slot, (source, output) in enumerate(node.next_functions):
-                if source is None:
-                    continue
-                self.consumers.setdefault((source, output), []).append((node, slot))
-                if source not in seen:
+            for source, _ in node.next_functions:
+                if source is not None and source not in seen:
                     seen.add(source)
                     stack.append(source)
+        self.names = tuple(node.name() for node in self.nodes)
 
-        self.places = {node: place for place, node in enumerate(self.nodes)}
+    @cached_property
+    def places(self) -> dict[Node, int]:
+        """Where each node is in the walk."""
+        return {node: place for place, node in enumerate(self.nodes)}
 
-    @property
-    def form(self) -> tuple[Any, ...]:
-        """What two passes must share for one's plan to serve the other."""
-        return tuple((node.name(), shapes(node)) for node in self.nodes)
+    @cached_property
+    def consumers(self) -> dict[Value, list[tuple[Node, int]]]:
+        """The operations that used each value, and as which of their inputs."""
+        found: dict[Value, list[tuple[Node, int]]] = {}
+        for node in self.nodes:
+            for slot, (source, output) in enumerate(node.next_functions):
+                if source is not None:
+                    found.setdefault((source, output), []).append((node, slot))
+        return found
+
+    @cached_property
+    def leaves(self) -> dict[str, Value]:
+        """The parameters that the losses depend on."""
+        names = {id(parameter): name for name, parameter in self._named.items()}
+        leaves = [node for node, kind in zip(self.nodes, self.names, strict=True) if kind == _LEAF]
+        return {names[id(leaf.variable)]: (leaf, 0) for leaf in leaves if id(leaf.variable) in names}  # type: ignore[attr-defined]
 
     def used_outputs(self, node: Node) -> list[int]:
         """Which outputs of an operation something uses."""
         return [output for output in range(len(shapes(node))) if (node, output) in self.consumers]
 
-    def lowest(self, marked: set[Node]) -> set[Node]:
-        """The marked nodes from which no other marked one is reached on the way to the parameters."""
+    def lowest(self, places: Collection[int]) -> frozenset[int]:
+        """The places from which no other of them is reached on the way to the parameters."""
         users: dict[Node, list[Node]] = {}
         for (source, _), consumers in self.consumers.items():
             users.setdefault(source, []).extend(node for node, _ in consumers)
         above: set[Node] = set()
-        stack = list(marked)
+        stack = [self.nodes[place] for place in places]
         while stack:
             for user in users.get(stack.pop(), ()):
                 if user not in above:
                     above.add(user)
                     stack.append(user)
-        return marked - above
+        return frozenset(place for place in places if self.nodes[place] not in above)
 
 
 def shapes(node: Node) -> tuple[tuple[int, ...], ...]:
@@ -75,14 +85,19 @@ def shapes(node: Node) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(meta.shape) for meta in node._input_metadata)
 
 
-def tapped(loss: Tensor, graph: Graph, places: set[int], heard: Callable[[int, Tensor], None], *, retain: bool) -> None:
+def tapped(
+    loss: Tensor,
+    graph: Graph,
+    places: Collection[int],
+    lowest: Collection[int],
+    heard: Callable[[int, Tensor], None],
+    *,
+    retain: bool,
+) -> None:
     """Run a backward pass that forms no parameter's gradient, and let `heard` have the output gradients at `places`.
 
-    Gradients are heard as they pass and are not kept, but for the lowest nodes', which end the pass.
+    Gradients are heard as they pass and are not kept, but for those at the lowest places, where the pass ends.
     """
-    nodes = {place: graph.nodes[place] for place in places}
-    lowest = graph.lowest(set(nodes.values()))
-    ends = [place for place, node in nodes.items() if node in lowest]
 
     def listener(place: int) -> Callable[[tuple[Tensor | None, ...]], None]:
         def listen(grads: tuple[Tensor | None, ...]) -> None:
@@ -91,9 +106,10 @@ def tapped(loss: Tensor, graph: Graph, places: set[int], heard: Callable[[int, T
 
         return listen
 
-    handles = [node.register_prehook(listener(place)) for place, node in nodes.items() if node not in lowest]
+    ends = list(lowest)
+    handles = [graph.nodes[place].register_prehook(listener(place)) for place in places if place not in lowest]
     try:
-        edges = [GradientEdge(nodes[place], 0) for place in ends]
+        edges = [GradientEdge(graph.nodes[place], 0) for place in ends]
         found = list(torch.autograd.grad(loss, edges, retain_graph=retain, allow_unused=True))
     finally:
         for handle in handles:

@@ -84,13 +84,13 @@ def _summed(
     # The fused attention kernels have no second derivative; the plain one has.
     with untouched(model), sdpa_kernel(SDPBackend.MATH):
         for batch in read(batches, model):
-            batch, losses = scoring.counted(scoring.output(batch), batch)
+            batch, losses = scoring.counted(batch)
             with backward(losses):
                 gradients = torch.autograd.grad(losses.sum(), parameters, create_graph=True, materialize_grads=True)
                 for name, entries in zip(named, diagonal(gradients, parameters), strict=True):
                     total[name] += entries.detach().to(total[name].dtype)
             del losses, gradients
-            require_finite_scores(total, batch)
+            require_finite_scores(total, batch, scoring.doubts)
     return SignedDiagonal(total, (scoring.source(),))
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -39,15 +41,25 @@ class Site:
 class Plan:
     """The sites that serve each parameter; why the others go one example at a time; those no output depends on.
 
-    `apart` names the parameters no entry of which is seen at two sites.
+    `apart` names the parameters no entry of which is seen at two sites; `lowest` are the places where a pass ends.
     """
 
     sites: Mapping[str, tuple[Site, ...]]
     general: Mapping[str, str]
     unused: tuple[str, ...]
     apart: frozenset[str] = frozenset()
+    lowest: frozenset[int] = frozenset()
 
-    @property
+    def fits(self, graph: Graph) -> bool:
+        """Whether another pass with the same walk has the same shapes where it matters."""
+        return all(
+            shapes(graph.nodes[place])[0] == site.output
+            and shapes(graph.nodes[site.route.place])[site.route.output] == site.weight
+            for place, sites in self.places.items()
+            for site in sites
+        )
+
+    @cached_property
     def places(self) -> dict[int, list[Site]]:
         """The sites at each node, once each."""
         found: dict[int, list[Site]] = {}
@@ -68,10 +80,10 @@ class _NotServed(Exception):
 
 def planned(
     graph: Graph, probe: Graph, named: Mapping[str, Tensor], size: int, few: int
-) -> tuple[Plan, dict[Site, int]]:
-    """What the graph of a batch of `size` shows beside that of a few of its examples, and each site's place there."""
+) -> tuple[Plan, dict[Site, Site]]:
+    """What the graph of a batch of `size` shows beside that of a few of its examples, and each site's twin there."""
     known: dict[Value, list[Site] | str] = {}
-    twins: dict[Site, int] = {}
+    twins: dict[Site, Site] = {}
 
     def above(value: Value, other: Value) -> list[Site]:
         """Every site to which a value without examples leads."""
@@ -81,7 +93,9 @@ def planned(
                 if [(node.name(), slot) for node, slot in ours] != [(node.name(), slot) for node, slot in theirs]:
                     raise _NotServed("batches of different size use it differently")
                 pairs = zip(ours, theirs, strict=True)
-                known[value] = [site for (node, slot), (twin, _) in pairs for site in at(value, node, slot, twin)]
+                known[value] = [
+                    site for (node, slot), (twin, _) in pairs for site in at(value, other, node, twin, slot)
+                ]
             except _NotServed as error:
                 known[value] = str(error)
         found = known[value]
@@ -89,16 +103,15 @@ def planned(
             raise _NotServed(found)
         return found
 
-    def at(value: Value, node: Node, slot: int, twin: Node) -> list[Site]:
+    def at(value: Value, other: Value, node: Node, twin: Node, slot: int) -> list[Site]:
         if shapes(node) == shapes(twin):
             outputs = zip(graph.used_outputs(node), probe.used_outputs(twin), strict=True)
             return [site for ours, theirs in outputs for site in above((node, ours), (twin, theirs))]
         if node.name() not in RULES:
             raise _NotServed(f"there is no rule for {node.name()}")
-        weight, output = torch.Size(shapes(value[0])[value[1]]), torch.Size(shapes(node)[0])
         splits = _splits(graph, probe, node, twin, size, few)
-        site = Site(graph.places[node], node.name(), slot, weight, output, splits, route(value, graph))
-        twins[site] = probe.places[twin]
+        site = _site(graph, value, node, slot, splits)
+        twins[site] = _site(probe, other, twin, slot, tuple(replace(split, examples=few) for split in splits))
         return [site]
 
     sites: dict[str, tuple[Site, ...]] = {}
@@ -114,20 +127,30 @@ def planned(
     return Plan(sites, general, unused, apart), twins
 
 
+def _site(graph: Graph, value: Value, node: Node, slot: int, splits: tuple[Split, ...]) -> Site:
+    weight, output = torch.Size(shapes(value[0])[value[1]]), torch.Size(shapes(node)[0])
+    return Site(graph.places[node], node.name(), slot, weight, output, splits, route(value, graph))
+
+
 def _splits(graph: Graph, probe: Graph, node: Node, twin: Node, size: int, few: int) -> tuple[Split, ...]:
     """The ways in which an output can hold the examples, told by the one axis that grows with their number."""
     axis, share = _grown(shapes(node)[0], shapes(twin)[0], size, few)
     if share == 1:
         return (Split(axis, 1, size, 1),)
-    for (user, _), (other, _) in zip(graph.consumers[node, 0], probe.consumers[twin, 0], strict=False):
-        if user.name() in _FLATTENING and other.name() == user.name() and axis == 0:
-            # Flattened for a matrix product and parted again: the parts say where the examples are.
-            parted, alone = shapes(user)[0], shapes(other)[0]
-            try:
-                inside, rest = _grown(parted, alone, size, few)
-            except _NotServed:
-                continue
-            outer = math.prod(parted[:inside])
+    # Flattened with the positions. Where the rows are parted again, the parts say which way they lie.
+    rows, other_rows = size * share, few * share
+    while axis == 0 and node.name() not in _FLATTENING:
+        users, others = graph.consumers.get((node, 0), []), probe.consumers.get((twin, 0), [])
+        if not users or [user.name() for user, _ in users] != [user.name() for user, _ in others]:
+            break
+        parting = next((at for at, (user, _) in enumerate(users) if user.name() in _FLATTENING), 0)
+        node, twin = users[parting][0], others[parting][0]
+        if node.name() not in _FLATTENING and (shapes(node)[0][:1], shapes(twin)[0][:1]) != ((rows,), (other_rows,)):
+            break
+    if node.name() in _FLATTENING:
+        with contextlib.suppress(_NotServed):
+            inside, rest = _grown(shapes(node)[0], shapes(twin)[0], size, few)
+            outer = math.prod(shapes(node)[0][:inside])
             if rest == 1 and share % outer == 0:
                 return (Split(axis, outer, size, share // outer),)
     return tuple(Split(axis, outer, size, share // outer) for outer in (1, share))

@@ -86,8 +86,8 @@ def reduced(rows: Tensor, shape: torch.Size) -> Rows | None:
         return None
     missing = [1 + extra + i for i, size in enumerate(shape) if size == 1 and rows.shape[1 + extra + i] != 1]
     axes = [axis for axis in (*range(1, 1 + extra), *missing) if rows.shape[axis] > 1]
-    rows = rows.to(_wide(rows))
-    return Rows(rows.sum(axes, keepdim=True).reshape(len(rows), *shape) if axes else rows.reshape(len(rows), *shape))
+    summed = rows.sum(axes, dtype=_wide(rows)) if axes else rows.to(_wide(rows))
+    return Rows(summed.reshape(len(rows), *shape))
 
 
 @rule("AddmmBackward0", "MmBackward0")
@@ -96,7 +96,7 @@ def matrix_product(call: Call, grad: Tensor) -> Form | None:
     added = call.node.name().startswith("Addmm")
     slot = call.slot - added
     if slot < 0:
-        return reduced(grad * call.saved("beta"), call.weight)
+        return reduced(grad if call.saved("beta") == 1 else grad * call.saved("beta"), call.weight)
     if added and call.saved("alpha") != 1:
         grad = grad * call.saved("alpha")
     if slot == 1 and call.split.axis == 0:
@@ -230,9 +230,8 @@ def quotient(call: Call, grad: Tensor) -> Form | None:
 @rule("AddBackward0", "SubBackward0")
 def shift(call: Call, grad: Tensor) -> Form | None:
     """A bare parameter as a summand: biases, positions."""
-    if call.slot:
-        grad = grad * (call.saved("alpha") if call.node.name().startswith("Add") else -call.saved("alpha"))
-    return reduced(grad, call.weight)
+    factor = call.saved("alpha") * (1 if call.node.name().startswith("Add") else -1) if call.slot else 1
+    return reduced(grad if factor == 1 else grad * factor, call.weight)
 
 
 @rule("ExpandBackward0", "RepeatBackward0")
@@ -245,8 +244,7 @@ def repetition(call: Call, grad: Tensor) -> Form | None:
 
 def _by_channel(grad: Tensor) -> Tensor:
     """(batch, share, channels, *space) summed to (batch, channels)."""
-    grad = grad.to(_wide(grad))
-    return grad.flatten(3).sum((1, 3)) if grad.ndim > 3 else grad.sum(1)
+    return grad.sum([axis for axis in range(1, grad.ndim) if axis != 2], dtype=_wide(grad))
 
 
 def _window(call: Call, placed: Tensor, offset: tuple[int, ...]) -> tuple[slice, ...]:

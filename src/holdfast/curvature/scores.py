@@ -16,6 +16,7 @@ from ..likelihood.base import as_tensor
 from ..params import all_parameters, some
 from ..precision import Source
 from .batches import Batch, Forward, require_finite_output, run
+from .doubts import Doubts
 
 Targets = Literal["expected", "sampled", "observed"]
 
@@ -51,44 +52,61 @@ class Scoring:
         self.model = model
         self.likelihood = likelihood
         self.targets: str | None = targets
-        self.num_data = 0.0
+        self.doubts = Doubts()
+        self._count: float | Tensor = 0.0
         self._forward = forward
         self._generator = torch.Generator().manual_seed(seed)
-        self._data = [0, 0]
+        self._data: list[Tensor] = []
         self._separate: set[tuple[torch.Size, ...]] = set()
+        self._outputs: dict[tuple[torch.Size, ...], torch.Size] = {}
 
     def output(self, batch: Batch) -> Any:
         """The model's output on a batch."""
         return run(self.model, batch, self._forward)
 
-    def counted(self, output: Any, batch: Batch) -> tuple[Batch, Tensor]:
+    def counted(self, batch: Batch) -> tuple[Batch, Tensor]:
         """The batch with the labels to score, and its pseudo-losses, (columns, batch). Call it once per batch."""
-        require_finite_output(output, batch)
+        self.doubts.settle()
+        form, index = batch.form, batch.index
+        known = self._outputs.get(form)
+        if known is not None and batch.target is not None:
+            # Impossible labels bring a GPU down. Looked at here, while it has nothing else to do, they cost no wait.
+            self._require_labels(torch.empty(known, device="meta"), batch)
+        output = self.output(batch)
+        if isinstance(output, Tensor):
+            require_finite_output(output, batch, self.doubts)
         try:
             self.targets = self.targets or self.likelihood.default_targets(output)
             if self.targets == "observed" and batch.target is None:
                 raise DataError("targets='observed' needs labels, and there are none. Give (inputs, targets).")
-            if batch.target is not None:
-                self.likelihood.require(output, batch.target)
+            if batch.target is not None and not (isinstance(output, Tensor) and output.shape == known):
+                self._require_labels(output, batch)
             if self.targets == "sampled":
                 drawn = self.likelihood.sampled(self._detached(output), batch.target, self._generator)
                 batch = replace(batch, target=drawn)
             losses = self.losses(output, batch)
         except DataError as error:
-            raise DataError(f"batch {batch.index}: {error}") from error
+            raise _of_batch(index, error) from error
         if not losses.requires_grad:
             raise InertError(
                 "the model's output does not depend on its trainable parameters, so the curvature would be zero. Does "
                 "its forward run under no_grad, or detach its output?"
             )
-        if not bool(losses.isfinite().all()):
-            raise DataError(f"batch {batch.index}: {self.likelihood.name} gave a value that is not finite.")
-        self._require_separate(batch, output, losses)
-        self.num_data += self.likelihood.count(batch.size, batch.target)
+        self.doubts.unless(
+            losses.isfinite().all(),
+            lambda _: DataError(f"batch {index}: {self.likelihood.name} gave a value that is not finite."),
+        )
+        if form not in self._separate:
+            self.doubts.settle()
+            self._require_separate(batch, output, losses)
+            self._separate.add(form)
+            if isinstance(output, Tensor):
+                self._outputs[form] = output.shape
+        self._count += self.likelihood.count(batch.size, batch.target)
         # Sums over rows, so that the data has one identity however it is cut or shuffled; squares bind what belongs
         # to one example together.
         rows = row_sums(batch.tensors)
-        self._data = [self._data[0] + int(rows.sum()), self._data[1] + int((rows * rows).sum())]
+        self._data.append(torch.stack([rows.sum(), (rows * rows).sum()]))
         return batch, losses
 
     def of_example(self, example: Batch, parameters: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
@@ -103,13 +121,15 @@ class Scoring:
 
     def source(self) -> Source:
         """Where what was computed from the batches counted, at the model's weights, came from."""
-        if self.num_data <= 0:
+        self.doubts.settle()
+        num_data = float(self._count)
+        if num_data <= 0:
             raise DataError("no label counts: every position of every batch is ignored.")
         weights = fingerprints(all_parameters(self.model))
-        data = [total % 2**64 for total in self._data]
+        data = [int(total) % 2**64 for total in torch.stack(self._data).sum(0)]
         return Source(
-            id=digest(f"{data} {self.num_data} {self.likelihood.name} {sorted(weights.items())}"),
-            size=self.num_data,
+            id=digest(f"{data} {num_data} {self.likelihood.name} {sorted(weights.items())}"),
+            size=num_data,
             unit=self.likelihood.unit,
             likelihood=self.likelihood.name,
             targets=str(self.targets),
@@ -130,9 +150,7 @@ class Scoring:
         return losses
 
     def _require_separate(self, batch: Batch, output: Any, losses: Tensor) -> None:
-        """Raise unless an example alone has the output it has in its batch; once for each form of batch."""
-        if batch.form in self._separate:
-            return
+        """Raise unless an example alone has the output it has in its batch."""
         n = batch.size - 1
         example = batch.example(n)
         single = self.output(example)
@@ -147,7 +165,12 @@ class Scoring:
                 "each other (batch statistics, attention over the batch), or the model is random in evaluation mode, "
                 "or the first axis of the batch is not the examples (a time axis: move it with `forward=`)."
             )
-        self._separate.add(batch.form)
+
+    def _require_labels(self, output: Any, batch: Batch) -> None:
+        try:
+            self.likelihood.require(output, batch.target)
+        except DataError as error:
+            raise _of_batch(batch.index, error) from error
 
     def _detached(self, output: Any) -> Tensor:
         return as_tensor(output, self.likelihood.name).detach()
@@ -168,17 +191,29 @@ def accumulation(tensor: Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
-def require_finite_scores(total: Mapping[str, Tensor], batch: Batch) -> None:
-    """Raise if the sums are no longer finite after `batch`, naming it and the parameters."""
-    finite = torch.stack([entries.sum().isfinite().cpu() for entries in total.values()])
-    if not bool(finite.all()):
-        broken = {
-            name: entries for (name, entries), fine in zip(total.items(), finite.tolist(), strict=True) if not fine
-        }
-        raise DataError(
-            f"batch {batch.index}: the gradients of {some(broken)} are not finite (or overflow when squared). "
-            "Nothing was changed."
-        )
+def require_finite_scores(total: Mapping[str, Tensor], batch: Batch, doubts: Doubts) -> None:
+    """Raise if sums are not finite after `batch`, naming it and the parameters."""
+    by_device: dict[torch.device, list[str]] = {}
+    for name, entries in total.items():
+        by_device.setdefault(entries.device, []).append(name)
+    for names in by_device.values():
+        every = [total[name] for name in names]
+        # Not finite if an entry is not, and read once; in one call for all where there is a GPU.
+        sums = torch._foreach_norm(every, 1) if every[0].is_cuda else [entries.sum() for entries in every]
+
+        def broken(fine: list[bool], names: list[str] = names) -> DataError:
+            bad = [name for name, each in zip(names, fine, strict=True) if not each]
+            return DataError(
+                f"batch {batch.index}: the gradients of {some(bad)} are not finite (or overflow when squared). "
+                "Nothing was changed."
+            )
+
+        doubts.unless(torch.stack([each.to(torch.float64) for each in sums]).isfinite(), broken)
+
+
+def _of_batch(index: int, error: DataError) -> DataError:
+    said = str(error)
+    return error if said.startswith("batch ") else DataError(f"batch {index}: {said}")
 
 
 def _not_rows(size: int, got: str) -> str:

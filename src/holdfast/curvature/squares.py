@@ -8,35 +8,44 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .forms import Form, Limit, Products, add_outer_
+from .forms import Form, Limit, Products, Rows, add_outer_
 from .graph import Graph
 from .plan import Plan, Site
 
+# Rows waiting to be squared together, in entries.
+_ROWS_AT_ONCE = 1 << 24
+
 
 class Squares:
-    """Takes the forms of one batch, and adds Σₙ Gₙ² to the totals.
+    """Takes the forms of batch after batch, and adds Σₙ Gₙ² to the totals.
 
     A parameter used at several sites has its gradients summed per example before they are squared: by one form where
     they join (steps of a recurrent cell), else written out for some examples at a time (a tied embedding).
     """
 
-    def __init__(
-        self, plan: Plan, graph: Graph, named: Mapping[str, Tensor], total: Mapping[str, Tensor], limit: Limit
-    ) -> None:
-        self._plan = plan
-        self._graph = graph
+    def __init__(self, named: Mapping[str, Tensor], total: Mapping[str, Tensor], limit: Limit) -> None:
         self._named = named
         self._total = total
         self._limit = limit
+        self._views: dict[tuple[str, Any], Tensor] = {}
         self._names: dict[Site, list[str]] = {}
-        for name, sites in plan.sites.items():
-            for site in sites:
-                self._names.setdefault(site, []).append(name)
+        self._plan: Plan | None = None
         self._waiting: dict[str, dict[Site, Form]] = {}
         self._rank_one: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
+        self._rows: list[tuple[Tensor, Tensor]] = []
+
+    def begin(self, plan: Plan, graph: Graph) -> None:
+        """A batch: its plan and its graph."""
+        self._graph = graph
+        if plan is not self._plan:
+            self._plan, self._names = plan, {}
+            for name, sites in plan.sites.items():
+                for site in sites:
+                    self._names.setdefault(site, []).append(name)
 
     def take(self, site: Site, form: Form) -> None:
         """A site's form, in the course of a backward pass."""
+        assert self._plan is not None
         for name in self._names[site]:
             sites = self._plan.sites[name]
             if name in self._plan.apart:
@@ -52,6 +61,7 @@ class Squares:
         """The pass is over: what waited for a second use that no gradient reached, or for the graph to be free."""
         while self._waiting:
             self._add_together(*self._waiting.popitem())
+        self._add_rows()
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -62,16 +72,33 @@ class Squares:
 
     def _add(self, name: str, site: Site, form: Form) -> None:
         """A form whose squares stand for themselves."""
-        total = site.route.view(self._total[name].unsqueeze(0))[0]
-        if not isinstance(form, Products) or form.positions > 1:
+        key = (name, site.route.key)
+        if key not in self._views:
+            self._views[key] = site.route.view(self._total[name].unsqueeze(0))[0]
+        total = self._views[key]
+        if isinstance(form, Rows):
+            self._rows.append((total, form.rows))
+            if sum(rows.numel() for _, rows in self._rows) > _ROWS_AT_ONCE:
+                self._add_rows()
+        elif isinstance(form, Products) and form.positions == 1:
+            # The columns of an exact Fisher share their inputs, so their squared gradients are summed first.
+            left, right = (side.to(total.dtype).square() for side in form.part(0, form.examples))
+            if name in self._rank_one:
+                _, before, after = self._rank_one[name]
+                left, right = (left, right + after) if form.inputs_left else (left + before, right)
+            self._rank_one[name] = (total, left, right)
+        else:
             form.add_squares_(total, self._limit)
-            return
-        # The columns of an exact Fisher share their inputs, so their squared gradients are summed first.
-        left, right = (side.to(total.dtype).square() for side in form.part(0, form.examples))
-        if name in self._rank_one:
-            _, before, after = self._rank_one[name]
-            left, right = (left, right + after) if form.inputs_left else (left + before, right)
-        self._rank_one[name] = (total, left, right)
+
+    def _add_rows(self) -> None:
+        """Many small tensors, with few calls."""
+        by_place: dict[tuple[torch.device, torch.dtype], list[tuple[Tensor, Tensor]]] = {}
+        for total, rows in self._rows:
+            by_place.setdefault((total.device, total.dtype), []).append((total, rows.to(total.dtype)))
+        self._rows.clear()
+        for pairs in by_place.values():
+            totals, each = [total for total, _ in pairs], [rows for _, rows in pairs]
+            torch._foreach_add_(totals, [squares.sum(0) for squares in torch._foreach_mul(each, each)])
 
     def _add_together(self, name: str, forms: Mapping[Site, Form]) -> None:
         by_route: dict[Any, list[tuple[Site, Form]]] = {}

@@ -12,6 +12,8 @@ from ..errors import ArgumentError, DataError
 
 # The exact Fisher takes a backward pass per class or output: the default up to this many, sampled labels beyond.
 EXPECTED_UP_TO = 16
+# Entries of temporaries while labels are drawn.
+_AT_ONCE = 1 << 25
 
 
 class Likelihood(abc.ABC):
@@ -45,7 +47,7 @@ class Likelihood(abc.ABC):
     def require(self, output: Any, target: Any) -> None:  # noqa: B027  # not every likelihood can refuse
         """Raise where targets have impossible values. Apart from `nll`, which can then serve as a training loss."""
 
-    def count(self, size: int, target: Any) -> float:
+    def count(self, size: int, target: Any) -> float | Tensor:
         """How many units (examples, or tokens) a batch of `size` examples has."""
         return float(size)
 
@@ -103,7 +105,14 @@ def uniform(shape: torch.Size, like: Tensor, generator: torch.Generator) -> Tens
 
 def draw_class(logits: Tensor, generator: torch.Generator) -> Tensor:
     """One class per row, by inverting the distribution function at one uniform number."""
+    heights = uniform(logits.shape[:1], logits, generator)
+    step = max(1, _AT_ONCE // logits.shape[-1])  # a large vocabulary a few rows at a time
+    parts = zip(logits.split(step), heights.split(step), strict=True)  # type: ignore[no-untyped-call]
+    return torch.cat([_at_height(*part) for part in parts]) if len(logits) else logits.new_zeros(0, dtype=torch.long)
+
+
+def _at_height(logits: Tensor, heights: Tensor) -> Tensor:
     dtype = torch.promote_types(logits.dtype, torch.float32)
     cumulative = logits.to(dtype).softmax(-1).cumsum(-1)
-    height = uniform(logits.shape[:1], logits, generator).to(dtype).unsqueeze(-1) * cumulative[:, -1:]
+    height = heights.to(dtype).unsqueeze(-1) * cumulative[:, -1:]
     return torch.searchsorted(cumulative, height, right=True).squeeze(-1).clamp(max=logits.shape[-1] - 1)

@@ -44,9 +44,9 @@ class Tokens(Likelihood):
         output, target = self._aligned(output, target)
         require_class_range(target[target != self.ignore_index], output.shape[-1], self.name)
 
-    def count(self, size: int, target: Any) -> float:
-        counted = target[:, 1:] if self.shift else target
-        return float((counted != self.ignore_index).sum())
+    def count(self, size: int, target: Any) -> Tensor:
+        counted: Tensor = target[:, 1:] if self.shift else target
+        return (counted != self.ignore_index).sum()  # a tensor: to read it now would wait for a GPU
 
     def default_targets(self, output: Any) -> str:
         return "sampled"

@@ -106,6 +106,10 @@ class Precision(abc.ABC):
         """What `num_data` counts: "example", "token", or nothing for a prior alone."""
         return next((source.unit for source in self.sources if source.unit), "")
 
+    def entrywise(self) -> dict[str, Tensor] | None:
+        """Λ's diagonal if it is all there is to Λ: then its pull on each entry is that entry's own affair."""
+        return None
+
     def quadratic(self, delta: Mapping[str, Tensor]) -> Tensor:
         """δᵀΛδ."""
         return inner(delta, self.matvec(delta))

@@ -44,6 +44,9 @@ class _Entrywise(Precision):
     def diagonal(self) -> dict[str, Tensor]:
         return self.tensors
 
+    def entrywise(self) -> dict[str, Tensor] | None:
+        return self.entries
+
     def dense(self) -> Tensor:
         require_dense(sum(entries.numel() for entries in self.entries.values()))
         if not self.entries:

@@ -1,0 +1,75 @@
+"""The squared products on a GPU: squares are taken in the epilogue of a matrix product, and nothing else is written."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# Tiles of the result, length of a step along the positions, stages, warps: measured best on an H200 for results with
+# many tiles, and with few.
+_LARGE = (128, 256, 64, 3, 8)
+_SMALL = (64, 128, 64, 4, 4)
+# A result with fewer tiles than this leaves multiprocessors idle: its examples are shared out among several programs.
+_PROGRAMS = 264
+
+
+@triton.jit
+def _kernel(
+    left, right, total, parts, examples, positions, rows, columns,
+    left_example, left_position, left_row, right_example, right_position, right_column, per_share,
+    PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    row_tiles = tl.cdiv(rows, ROWS)
+    row = (tl.program_id(0) % row_tiles) * ROWS + tl.arange(0, ROWS)
+    column = (tl.program_id(0) // row_tiles) * COLUMNS + tl.arange(0, COLUMNS)
+    share = tl.program_id(1)
+    position = tl.arange(0, STEP)
+    left_tile = left + row[:, None].to(tl.int64) * left_row + position[None, :] * left_position
+    right_tile = right + column[None, :].to(tl.int64) * right_column + position[:, None] * right_position
+    squares = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+    for example in range(share * per_share, tl.minimum((share + 1) * per_share, examples)):
+        product = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+        left_at = left_tile + tl.cast(example, tl.int64) * left_example
+        right_at = right_tile + tl.cast(example, tl.int64) * right_example
+        for start in range(0, positions, STEP):
+            inside = position < positions - start
+            a = tl.load(left_at, mask=(row[:, None] < rows) & inside[None, :], other=0.0)
+            b = tl.load(right_at, mask=(column[None, :] < columns) & inside[:, None], other=0.0)
+            product = tl.dot(a, b, product, input_precision=PRECISION)
+            left_at += STEP * left_position
+            right_at += STEP * right_position
+        squares += product * product
+    place = row[:, None].to(tl.int64) * columns + column[None, :]
+    inside = (row[:, None] < rows) & (column[None, :] < columns)
+    if share == 0:
+        tl.store(total + place, tl.load(total + place, mask=inside, other=0.0) + squares, mask=inside)
+    else:
+        tl.store(parts + (share - 1).to(tl.int64) * rows * columns + place, squares, mask=inside)
+
+
+def squared_products(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add Σₙ (leftₙᵀ rightₙ)² to total (rows, columns), for left (batch, positions, rows) and right (…, columns)."""
+    examples, positions, rows = left.shape
+    columns = right.shape[-1]
+    large = -(-rows // 128) * -(-columns // 256) >= _PROGRAMS // 2
+    height, width, step, stages, warps = _LARGE if large and left.element_size() == 2 else _SMALL
+    tiles = -(-rows // height) * -(-columns // width)
+    per_share = -(-examples // max(1, min(examples, _PROGRAMS // tiles)))
+    shares = -(-examples // per_share)
+    # The first share adds to the total; the others are added after it, in one order whatever the GPU's.
+    parts = total.new_empty(shares - 1, rows, columns) if shares > 1 else total
+    with torch.cuda.device(total.device):
+        _kernel[(tiles, shares)](
+            left, right, total, parts, examples, positions, rows, columns, *left.stride(), *right.stride(), per_share,
+            PRECISION=_precision(left), ROWS=height, COLUMNS=width, STEP=step, num_stages=stages, num_warps=warps,
+        )  # fmt: skip
+    if shares > 1:
+        total += parts.sum(0)
+
+
+def _precision(left: Tensor) -> str:
+    """As torch's own products: float32 factors are rounded to ten bits only where the user allows it."""
+    rounded = left.dtype != torch.float32 or torch.get_float32_matmul_precision() != "highest"
+    return "tf32" if rounded else "ieee"
