@@ -56,7 +56,7 @@ SETTINGS = {
         ("observed", "sampled"), ("loop", "torch.func"),
     ),
     "gpt-large": Setting(
-        lambda: GPT(12, 768, 50257, 512), lambda: sequences(16, 512, 50257), 10, holdfast.tokens(shift=True),
+        lambda: GPT(12, 768, 50257, 512), lambda: sequences(16, 512, 50257), 30, holdfast.tokens(shift=True),
         ("observed", "sampled"), ("loop", "torch.func"), autocast=True,
     ),
 }  # fmt: skip

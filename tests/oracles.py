@@ -96,3 +96,28 @@ def hessian(case: Case, model: nn.Module, batches: list[Any]) -> Tensor:
 
 def flat(tensors: dict[str, Tensor]) -> Tensor:
     return torch.cat([tensor.flatten() for tensor in tensors.values()])
+
+
+def squares_loop(
+    model: nn.Module, batch: Any, nll: Any, forward: Any = lambda model, example: model(*example[:-1])
+) -> dict[str, Tensor]:
+    """Σₙ (∇nllₙ)² with the batch's own labels: a batch of one, a gradient, its square, after another."""
+    model.eval()
+    total = {
+        name: torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32))
+        for name, p in trained(model).items()
+    }
+    for example in examples([batch]):
+        label = example["labels"] if isinstance(example, dict) else example[-1]
+        loss = nll(forward(model, example), label).sum()
+        grads = torch.autograd.grad(loss, list(trained(model).values()), materialize_grads=True)
+        for entries, grad in zip(total.values(), grads, strict=True):
+            entries += grad.to(entries.dtype).square()
+    return total
+
+
+def relative_errors(found: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, float]:
+    """‖a − b‖ / ‖b‖ of each tensor; gradients that are zero but for rounding count against the largest."""
+    digit = max(torch.finfo(entries.dtype).eps for entries in exact.values())
+    floor = (10 * digit) ** 2 * max(float(entries.norm()) for entries in exact.values())
+    return {name: float((found[name] - exact[name]).norm() / exact[name].norm().clamp(min=floor)) for name in exact}

@@ -1,8 +1,18 @@
 """Teach a trained PyTorch model something new without letting it forget, and without the old data."""
 
-from .curvature import dense_fisher, diagonal_fisher, diagonal_hessian, hutchinson_hessian
+from .curvature import (
+    Coverage,
+    Estimate,
+    batch_sum_fisher,
+    coverage,
+    dense_fisher,
+    diagonal_fisher,
+    diagonal_hessian,
+    hutchinson_hessian,
+)
 from .errors import (
     ArgumentError,
+    CheckError,
     DataError,
     HoldfastError,
     HoldfastWarning,
@@ -22,9 +32,12 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ArgumentError",
+    "CheckError",
+    "Coverage",
     "DataError",
     "Dense",
     "Diagonal",
+    "Estimate",
     "Handle",
     "HoldfastError",
     "HoldfastWarning",
@@ -41,10 +54,12 @@ __all__ = [
     "Source",
     "Sum",
     "Term",
+    "batch_sum_fisher",
     "bernoulli",
     "categorical",
     "consolidate",
     "consolidate_",
+    "coverage",
     "custom",
     "dense_fisher",
     "diagonal_fisher",

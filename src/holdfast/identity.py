@@ -21,12 +21,13 @@ def digest(text: str) -> str:
 
 def row_sums(tensors: Sequence[Tensor]) -> Tensor:
     """A number for each row of tensors that stand side by side, from its bits and where they are: (rows,)."""
-    total = torch.zeros((), dtype=torch.int64)
+    total: Tensor | None = None
     for place, tensor in enumerate(tensors):
         if tensor.ndim:
             rows = _integers(tensor).flatten(1) if tensor.ndim > 1 else _integers(tensor).unsqueeze(1)
-            total = total.to(rows.device) + (2 * place + 1) * _weighted(rows)
-    return total
+            part = (2 * place + 1) * _weighted(rows)
+            total = part if total is None else total.to(part.device) + part
+    return torch.zeros((), dtype=torch.int64) if total is None else total
 
 
 def fingerprints(tensors: Mapping[str, Tensor]) -> dict[str, str]:

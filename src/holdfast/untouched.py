@@ -10,6 +10,17 @@ from torch import nn
 
 
 @contextmanager
+def _without_onednn() -> Iterator[None]:
+    """Its LSTM is one operation that shows nothing of its inside; the native one is made of matrix products."""
+    enabled = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(enabled)
+
+
+@contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
     """Inside: evaluation mode, gradients on. Afterwards: the model and the random generators as before.
 
@@ -37,6 +48,7 @@ def untouched(model: nn.Module) -> Iterator[None]:
         if any(isinstance(module, nn.RNNBase) for module in model.modules()):
             # cuDNN's recurrent kernels cannot differentiate in evaluation mode; the native ones can.
             stack.enter_context(torch.backends.cudnn.flags(enabled=False))
+            stack.enter_context(_without_onednn())
         if any(
             module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"
             for module in model.modules()

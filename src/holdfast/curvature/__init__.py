@@ -1,6 +1,26 @@
 """Where Λ comes from: (model, batches, likelihood) → Precision."""
 
+from .batch_sums import Estimate, batch_sum_fisher
+from .coverage import Coverage, coverage
 from .fisher import dense_fisher, diagonal_fisher
+from .forms import Form, Lookup, Products, Rows
 from .hessian import diagonal_hessian, hutchinson_hessian
+from .rules import RULES, Call, rule
 
-__all__ = ["dense_fisher", "diagonal_fisher", "diagonal_hessian", "hutchinson_hessian"]
+__all__ = [
+    "RULES",
+    "Call",
+    "Coverage",
+    "Estimate",
+    "Form",
+    "Lookup",
+    "Products",
+    "Rows",
+    "batch_sum_fisher",
+    "coverage",
+    "dense_fisher",
+    "diagonal_fisher",
+    "diagonal_hessian",
+    "hutchinson_hessian",
+    "rule",
+]

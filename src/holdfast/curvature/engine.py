@@ -7,12 +7,12 @@ backward pass lets both go by. So a pass is made that forms no parameter's own g
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
 
-from ..errors import CheckError
+from ..errors import ArgumentError, CheckError
 from .batches import Batch
 from .forms import Form, Limit
 from .general import General, Scores
@@ -20,7 +20,10 @@ from .graph import Graph, tapped
 from .plan import Plan, Site
 from .rules import RULES
 from .scores import Scoring, backward
-from .trial import tried
+from .trial import Trial
+
+# What the gradients of single examples may take at once, in bytes: a gigabyte.
+MEMORY = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -39,9 +42,10 @@ class Pass:
             return
 
         def heard(place: int, grad: Tensor) -> None:
-            for site in places[place]:
-                call = site.call(self.graph)
-                form = RULES[site.operation](call, call.rows(grad))
+            sites = places[place]
+            rows = sites[0].splits[0].rows(grad)
+            for site in sites:
+                form = RULES[site.operation](site.call(self.graph), rows)
                 if form is None:
                     raise CheckError(
                         f"the rule for {site.operation} served an earlier batch of this form, not this one."
@@ -59,6 +63,8 @@ class Engine:
     """Passes over batches, planned once for each form of batch and checked against an example done alone."""
 
     def __init__(self, scoring: Scoring, named: Mapping[str, Tensor], memory: int, taps: bool) -> None:
+        if not isinstance(memory, int) or isinstance(memory, bool) or memory < 1:
+            raise ArgumentError(f"memory is a number of bytes, got {memory!r}.")
         self.limit = Limit(memory)
         self._general = General(scoring, self.limit)
         self._scoring = scoring
@@ -76,7 +82,13 @@ class Engine:
         plans = self._plans.setdefault((batch.form, graph.names), [])
         plan = next((plan for plan in plans if plan.fits(graph)), None)
         if plan is None:
-            plan, settled = tried(self._scoring, self._named, batch, losses, graph, self.limit)
+            trial = Trial(self._scoring, self._named, batch, losses, graph)
+            del losses, graph  # a batch's graph is large: it makes room for the check, and is made again
+            plan, settled = trial.checked(self.limit)
+            del trial
+            losses = self._scoring.losses(self._scoring.output(batch), batch)
+            graph = Graph(losses, self._named)
+            plan = replace(plan, lowest=graph.lowest(plan.places))
             plans += [plan] if settled else []
         return Pass(batch, losses, graph, plan)
 

@@ -14,12 +14,9 @@ from ..precision import Dense, Diagonal
 from ..precision.base import require_dense
 from ..untouched import untouched
 from .batches import Forward, read
-from .engine import Engine
+from .engine import MEMORY, Engine
 from .scores import Scoring, Targets, accumulation, accumulators, backward, require_finite_scores
 from .squares import Squares
-
-# What temporaries may take: a gigabyte.
-MEMORY = 1 << 30
 
 
 def diagonal_fisher(

@@ -80,7 +80,7 @@ class General:
         rows = [leaf[start:stop] for leaf, row in zip(leaves, rowed, strict=True) if row]
         params = {names[name]: parameter.detach() for name, parameter in named.items()}
         try:
-            with warnings.catch_warnings(), backward(next(iter(named.values()))):
+            with warnings.catch_warnings(), torch.no_grad(), backward(next(iter(named.values()))):
                 warnings.simplefilter("ignore")  # torch.func says which operations it batches slowly
                 found = torch.func.vmap(torch.func.jacrev(losses), in_dims=(None, 0))(params, rows)
         except (RuntimeError, ValueError, TypeError, NotImplementedError):

@@ -109,15 +109,25 @@ class Scoring:
         self._data.append(torch.stack([rows.sum(), (rows * rows).sum()]))
         return batch, losses
 
+    def drawn_again(self, batch: Batch) -> tuple[Batch, Tensor]:
+        """The same with other labels, of a batch that was counted already."""
+        output = self.output(batch)
+        if self.targets == "sampled":
+            batch = replace(
+                batch, target=self.likelihood.sampled(self._detached(output), batch.target, self._generator)
+            )
+        return batch, self.losses(output, batch)
+
     def of_example(self, example: Batch, parameters: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
         """The scores of a batch of one, by plain autograd: one tuple of gradients per column. Right for any model."""
         losses = self.losses(self.output(example), example)
         last = len(losses) - 1
         with backward(losses):
-            return [
+            columns = [
                 torch.autograd.grad(loss.sum(), parameters, retain_graph=column < last, materialize_grads=True)
                 for column, loss in enumerate(losses)
             ]
+        return [tuple(grad.to_dense() if grad.is_sparse else grad for grad in grads) for grads in columns]
 
     def source(self) -> Source:
         """Where what was computed from the batches counted, at the model's weights, came from."""
@@ -193,10 +203,10 @@ def accumulation(tensor: Tensor) -> torch.dtype:
 
 def require_finite_scores(total: Mapping[str, Tensor], batch: Batch, doubts: Doubts) -> None:
     """Raise if sums are not finite after `batch`, naming it and the parameters."""
-    by_device: dict[torch.device, list[str]] = {}
+    alike: dict[tuple[torch.device, torch.dtype], list[str]] = {}
     for name, entries in total.items():
-        by_device.setdefault(entries.device, []).append(name)
-    for names in by_device.values():
+        alike.setdefault((entries.device, entries.dtype), []).append(name)
+    for names in alike.values():
         every = [total[name] for name in names]
         # Not finite if an entry is not, and read once; in one call for all where there is a GPU.
         sums = torch._foreach_norm(every, 1) if every[0].is_cuda else [entries.sum() for entries in every]
@@ -208,7 +218,7 @@ def require_finite_scores(total: Mapping[str, Tensor], batch: Batch, doubts: Dou
                 "Nothing was changed."
             )
 
-        doubts.unless(torch.stack([each.to(torch.float64) for each in sums]).isfinite(), broken)
+        doubts.unless(torch.stack(list(sums)).isfinite(), broken)
 
 
 def _of_batch(index: int, error: DataError) -> DataError:

@@ -33,6 +33,7 @@ class Squares:
         self._waiting: dict[str, dict[Site, Form]] = {}
         self._rank_one: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
         self._rows: list[tuple[Tensor, Tensor]] = []
+        self._entries = 0
 
     def begin(self, plan: Plan, graph: Graph) -> None:
         """A batch: its plan and its graph."""
@@ -78,7 +79,8 @@ class Squares:
         total = self._views[key]
         if isinstance(form, Rows):
             self._rows.append((total, form.rows))
-            if sum(rows.numel() for _, rows in self._rows) > _ROWS_AT_ONCE:
+            self._entries += form.rows.numel()
+            if self._entries > _ROWS_AT_ONCE:
                 self._add_rows()
         elif isinstance(form, Products) and form.positions == 1:
             # The columns of an exact Fisher share their inputs, so their squared gradients are summed first.
@@ -96,6 +98,7 @@ class Squares:
         for total, rows in self._rows:
             by_place.setdefault((total.device, total.dtype), []).append((total, rows.to(total.dtype)))
         self._rows.clear()
+        self._entries = 0
         for pairs in by_place.values():
             totals, each = [total for total, _ in pairs], [rows for _, rows in pairs]
             torch._foreach_add_(totals, [squares.sum(0) for squares in torch._foreach_mul(each, each)])

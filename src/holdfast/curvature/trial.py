@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import CheckpointError
 
 from ..errors import CheckError
 from .batches import Batch
@@ -17,65 +18,80 @@ from .rules import RULES
 from .scores import Scoring, accumulators, backward, require_finite_scores, tolerance
 from .squares import Squares
 
+_CHECKPOINTED = "activation checkpointing lets the inputs of operations be seen once, by the backward pass itself"
 _ALIKE = "the examples cannot be told apart from the positions"
 
 
-def tried(
-    scoring: Scoring, named: Mapping[str, Tensor], batch: Batch, losses: Tensor, graph: Graph, limit: Limit
-) -> tuple[Plan, bool]:
-    """The plan for batches of this form, and whether it may be kept for others.
+class Trial:
+    """A plan for batches of a form, not yet checked; it keeps a few examples run apart, and nothing of their batch."""
 
-    A few examples are run apart from their batch: what differs between the two graphs is where the examples are. Then
-    the taps' squares for one of them are compared with those of plain autograd. Where an output can be read in two
-    ways (rows by example, then position, or the other way round), that decides; where it does not, the parameter is
-    left to the general path.
-    """
-    # The examples with most to say; one of them twice where two are the whole batch.
-    most = losses.detach().abs().sum(0).topk(2).indices.tolist()
-    probe = batch.rows([*most, most[0]] if batch.size == 2 else most)
-    probe_losses = scoring.losses(scoring.output(probe), probe)
-    probe_graph = Graph(probe_losses, named)
-    plan, twins = planned(graph, probe_graph, named, batch.size, probe.size)
+    def __init__(
+        self, scoring: Scoring, named: Mapping[str, Tensor], batch: Batch, losses: Tensor, graph: Graph
+    ) -> None:
+        self._scoring = scoring
+        self._named = named
+        # The examples with most to say; one of them twice where two are the whole batch.
+        most = losses.detach().abs().sum(0).topk(2).indices.tolist()
+        self._example = batch.example(most[0])
+        few = batch.rows([*most, most[0]] if batch.size == 2 else most)
+        self._losses = scoring.losses(scoring.output(few), few)
+        self._graph = Graph(self._losses, named)
+        self._plan, self._twins = planned(graph, self._graph, named, batch.size, few.size)
 
-    # Unequal weights: the columns of an exact Fisher can add up to zero.
-    weights = torch.arange(1, len(losses) + 1, dtype=losses.dtype, device=losses.device)
-    columns = scoring.of_example(batch.example(most[0]), list(named.values()))
-    with torch.no_grad(), backward(losses):
-        alone = {name: torch.stack(parts) for name, parts in zip(named, zip(*columns, strict=True), strict=True)}
-        require_finite_scores(alone, batch, scoring.doubts)
-        scoring.doubts.settle()
-        plain = {name: torch.tensordot(weights.to(parts), parts, 1) for name, parts in alone.items()}
-    # What the graph does not show and yet has a gradient (a reentrant checkpoint) is left to the general path.
-    hidden = [name for name in plan.unused if plain[name].any()]
-    plan = plan.without(dict.fromkeys(hidden, "it is used where the graph does not show it"))
+    def checked(self, limit: Limit) -> tuple[Plan, bool]:
+        """The plan, if for one example it gives what plain autograd does, and whether it may be kept.
 
-    doubtful = {name for name, sites in plan.sites.items() if any(len(site.splits) > 1 for site in sites)}
-    readings = []
-    with backward(losses):
-        loss = (weights.unsqueeze(1) * probe_losses).sum()
-        for reading in range(2 if doubtful else 1 if plan.sites else 0):
-            readings.append(_answers(_read(plan, twins, reading), named, plain, loss, probe_graph, limit))
-    sites, reasons, keep = {}, {}, True
-    for name in plan.sites:
-        answers = [found[name] for found in readings]
-        if answers[0].refused:
-            reasons[name] = answers[0].refused
-        elif name in doubtful:
-            fitting = [reading for reading, answer in enumerate(answers) if answer.fine]
-            keep &= len(fitting) < 2  # a gradient that is zero fits both: another batch may tell
-            if len(fitting) == 1:
-                sites[name] = _read(plan, {}, fitting[0]).sites[name]
-            else:
-                reasons[name] = _ALIKE
-        elif not answers[0].fine:
-            raise CheckError(
-                f"the taps and plain autograd disagree on `{name}` for one example: the squares of its gradient differ "
-                f"by {answers[0].error:.2e}, of {answers[0].size:.2e} (operations: "
-                f"{', '.join(sorted({site.operation for site in plan.sites[name]}))}). Is there a rule of your own in "
-                "holdfast.RULES, or an operation that treats a batch unlike its examples? taps=False does without taps."
-            )
-    plan = replace(plan, sites={**plan.sites, **sites}).without(reasons)
-    return replace(plan, lowest=graph.lowest(plan.places)), keep
+        Where an output can be read in two ways (rows by example, then position, or the other way round), the check
+        decides; where it does not, the parameter is left to the general path.
+        """
+        # Unequal weights: the columns of an exact Fisher can add up to zero.
+        weights = torch.arange(1, len(self._losses) + 1, dtype=self._losses.dtype, device=self._losses.device)
+        plain = self._plain(weights)
+        # What the graph does not show and yet has a gradient (a reentrant checkpoint) is left to the general path.
+        hidden = [name for name in self._plan.unused if plain[name].any()]
+        plan = self._plan.without(dict.fromkeys(hidden, "it is used where the graph does not show it"))
+        doubtful = {name for name, sites in plan.sites.items() if any(len(site.splits) > 1 for site in sites)}
+        readings = []
+        with backward(self._losses):
+            loss = (weights.unsqueeze(1) * self._losses).sum()
+            for reading in range(2 if doubtful else 1 if plan.sites else 0):
+                twin = _read(plan, self._twins, reading)
+                try:
+                    readings.append(_answers(twin, self._named, plain, loss, self._graph, limit))
+                except CheckpointError:
+                    return plan.without(dict.fromkeys(plan.sites, _CHECKPOINTED)), True
+        sites, reasons, keep = {}, {}, True
+        for name in plan.sites:
+            answers = [found[name] for found in readings]
+            if answers[0].refused:
+                reasons[name] = answers[0].refused
+            elif name in doubtful:
+                fitting = [reading for reading, answer in enumerate(answers) if answer.fine]
+                keep &= len(fitting) < 2  # a gradient that is zero fits both: another batch may tell
+                if len(fitting) == 1:
+                    sites[name] = _read(plan, {}, fitting[0]).sites[name]
+                else:
+                    reasons[name] = _ALIKE
+            elif not answers[0].fine:
+                raise CheckError(
+                    f"the taps and plain autograd disagree on `{name}` for one example: the squares of its gradient "
+                    f"differ by {answers[0].error:.2e}, of {answers[0].size:.2e} (operations: "
+                    f"{', '.join(sorted({site.operation for site in plan.sites[name]}))}). Is there a rule of your own "
+                    "in holdfast.curvature.RULES, or an operation that treats a batch unlike its examples? "
+                    "taps=False does without taps."
+                )
+        return replace(plan, sites={**plan.sites, **sites}).without(reasons), keep
+
+    def _plain(self, weights: Tensor) -> dict[str, Tensor]:
+        """An example's gradients by plain autograd, the columns weighted."""
+        columns = self._scoring.of_example(self._example, list(self._named.values()))
+        with torch.no_grad(), backward(self._losses):
+            plain = {}
+            for name, parts in zip(self._named, zip(*columns, strict=True), strict=True):
+                plain[name] = sum((w * part for w, part in zip(weights[1:], parts[1:], strict=True)), parts[0])
+        require_finite_scores(plain, self._example, self._scoring.doubts)
+        self._scoring.doubts.settle()
+        return plain
 
 
 def _read(plan: Plan, twins: Mapping[Site, Site], reading: int) -> Plan:
@@ -124,9 +140,8 @@ def _answers(
     squares.done()
     squares.finish()
     with torch.no_grad():
-        exact = {name: plain[name].to(found.dtype).square() for name, found in total.items()}
-        errors = _norms(total[name] - square for name, square in exact.items())
-        sizes = _norms(exact.values())
+        errors = _norms(found - plain[name].to(found.dtype).square() for name, found in total.items())
+        sizes = _norms(plain[name].to(found.dtype).square() for name, found in total.items())
         # Gradients that are zero but for rounding (of an attention's key bias) agree in nothing else.
         noise = (10 * digit * max(_norms(plain.values()))) ** 2
     found = {}

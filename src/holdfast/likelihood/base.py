@@ -14,6 +14,7 @@ from ..errors import ArgumentError, DataError
 EXPECTED_UP_TO = 16
 # Entries of temporaries while labels are drawn.
 _AT_ONCE = 1 << 25
+_BLOCK = 1024
 
 
 class Likelihood(abc.ABC):
@@ -103,16 +104,32 @@ def uniform(shape: torch.Size, like: Tensor, generator: torch.Generator) -> Tens
     return torch.rand(shape, generator=generator, dtype=torch.float64).to(like.device)
 
 
-def draw_class(logits: Tensor, generator: torch.Generator) -> Tensor:
-    """One class per row, by inverting the distribution function at one uniform number."""
-    heights = uniform(logits.shape[:1], logits, generator)
+def draw_class(logits: Tensor, generator: torch.Generator, where: tuple[Tensor, ...] | None = None) -> Tensor:
+    """One class per row (of those at `where`), by inverting the distribution function at one uniform number."""
+    places = where or (torch.arange(len(logits), device=logits.device),)
+    heights = uniform(places[0].shape, logits, generator)
     step = max(1, _AT_ONCE // logits.shape[-1])  # a large vocabulary a few rows at a time
-    parts = zip(logits.split(step), heights.split(step), strict=True)  # type: ignore[no-untyped-call]
-    return torch.cat([_at_height(*part) for part in parts]) if len(logits) else logits.new_zeros(0, dtype=torch.long)
+    drawn = [
+        _at_height(logits[tuple(place[start : start + step] for place in places)], heights[start : start + step])
+        for start in range(0, len(heights), step)
+    ]
+    return torch.cat(drawn) if drawn else places[0].new_zeros(0)
 
 
 def _at_height(logits: Tensor, heights: Tensor) -> Tensor:
-    dtype = torch.promote_types(logits.dtype, torch.float32)
-    cumulative = logits.to(dtype).softmax(-1).cumsum(-1)
-    height = heights.to(dtype).unsqueeze(-1) * cumulative[:, -1:]
-    return torch.searchsorted(cumulative, height, right=True).squeeze(-1).clamp(max=logits.shape[-1] - 1)
+    """The class at which the distribution function reaches a height: first among blocks of classes, then inside."""
+    p = logits.to(torch.promote_types(logits.dtype, torch.float32)).softmax(-1)
+    rows, classes = p.shape
+    block = classes if classes <= _BLOCK else _BLOCK
+    if classes % block:
+        p = torch.nn.functional.pad(p, (0, block - classes % block))
+    blocks = p.view(rows, -1, block)
+    above = blocks.sum(-1).cumsum(-1)
+    height = heights.to(p.dtype).unsqueeze(-1) * above[:, -1:]
+    which = torch.searchsorted(above, height, right=True).clamp(max=above.shape[-1] - 1)
+    inside = blocks.gather(1, which.unsqueeze(-1).expand(-1, -1, block)).squeeze(1).cumsum(-1)
+    start = torch.nn.functional.pad(above, (1, 0)).gather(1, which)
+    # Rounding must not carry it past the block's last class that is possible at all.
+    rest = torch.minimum(height - start, inside[:, -1:] * (1 - torch.finfo(p.dtype).eps)).clamp(min=0)
+    found = which * block + torch.searchsorted(inside, rest, right=True)
+    return found.squeeze(-1).clamp(max=classes - 1)

@@ -60,7 +60,8 @@ class Tokens(Likelihood):
             )
         counted = aligned != self.ignore_index
         drawn = aligned.clone()
-        drawn[counted] = draw_class(logits[counted], generator)
+        where = counted.nonzero(as_tuple=True)
+        drawn[where] = draw_class(logits, generator, where)
         # The first label of a shifted sequence is never scored; it stays what it was.
         return torch.cat([target[:, :1].long(), drawn], dim=1) if self.shift else drawn
 
