@@ -11,6 +11,8 @@ from .products import has_triton
 
 Tensors = Sequence[Tensor]
 
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # the kernel adds in float32
+
 
 def in_one_pass(*roles: Tensors) -> bool:
     """Whether all tensors are plain, dense, on one device and of one dtype, so that one pass can serve them."""
@@ -27,8 +29,9 @@ def in_one_pass(*roles: Tensors) -> bool:
 
 def add_pull_(grads: Tensors, params: Tensors, means: Tensors, entries: Tensors, scale: float | Tensor) -> Tensor:
     """Add scale · entries ∘ (params − means) to the gradients; returns ½ Σ entries (params − means)²."""
-    roles = (grads, params, means, entries)
-    if grads[0].is_cuda and has_triton() and all(t.is_contiguous() and t.numel() < 2**31 for r in roles for t in r):
+    every = [tensor for role in (grads, params, means, entries) for tensor in role]
+    fits = grads[0].is_cuda and grads[0].dtype in _DTYPES and has_triton()
+    if fits and all(tensor.is_contiguous() and tensor.numel() < 2**31 for tensor in every):
         from .triton_pull import pull
 
         return pull(grads, params, means, entries, scale)

@@ -1,0 +1,157 @@
+"""The laws of forms, the table of rules, and what happens to a rule that is wrong."""
+
+import pytest
+import torch
+from torch import nn
+
+import holdfast
+from holdfast.curvature import RULES, Lookup, Products, Rows
+from holdfast.curvature.forms import Limit, Shifted
+from oracles import relative_errors, squares_loop
+
+LIMIT = Limit(1 << 20)
+
+
+def products(positions: int, groups: int = 1) -> Products:
+    left, right = (torch.randn(6, groups, positions, size, dtype=torch.float64) for size in (4, 3))
+    shape = torch.Size((groups * 4, 3))
+    return Products.of(left, right, shape, inputs_left=False)
+
+
+def shifted() -> Shifted:
+    pieces = [products(5) for _ in range(4)]
+    return Shifted(tuple((lambda kept=piece: kept) for piece in pieces), 6, torch.Size((4, 3, 2, 2)))
+
+
+FORMS = {
+    "rows": lambda: Rows(torch.randn(6, 4, 3, dtype=torch.float64)),
+    "lookup": lambda: Lookup(
+        torch.randint(0, 5, (6, 4)), torch.randn(6, 4, 3, dtype=torch.float64), torch.Size((5, 3))
+    ),
+    "products of one position": lambda: products(1),
+    "products of one position in groups": lambda: products(1, 2),
+    "products": lambda: products(5),
+    "products in groups": lambda: products(5, 2),
+    "shifted": shifted,
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("memory", [1 << 20, 8 * 60])
+def test_squares_are_those_of_the_gradients_written_out(name, memory):
+    torch.manual_seed(0)
+    form = FORMS[name]()
+    total = torch.ones(form.shape, dtype=torch.float64)
+    form.add_squares_(total, Limit(memory))
+    written = form.scores(0, 6)
+    assert written.shape == (6, *form.shape)
+    torch.testing.assert_close(total, 1 + written.square().sum(0))
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_parts_of_a_form_are_its_parts(name):
+    torch.manual_seed(0)
+    form = FORMS[name]()
+    written = form.scores(0, 6)
+    torch.testing.assert_close(torch.cat([form.scores(0, 2), form.scores(2, 6)]), written)
+    torch.testing.assert_close(form.only(3).scores(0, 1), written[3:4])
+    assert form.only(3).examples == 1
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_forms_of_one_weight_join_by_the_sum_of_their_gradients(name):
+    torch.manual_seed(0)
+    parts = [FORMS[name]() for _ in range(3)]
+    whole = parts[0].with_more(parts[1:])
+    written = sum(part.scores(0, 6) for part in parts)
+    torch.testing.assert_close(whole.scores(0, 6), written)
+    total = torch.zeros(whole.shape, dtype=torch.float64)
+    whole.add_squares_(total, LIMIT)
+    torch.testing.assert_close(total, written.square().sum(0))  # summed, then squared
+    assert Rows(torch.zeros(6, 2)).with_more([products(1)]) is None
+
+
+def test_a_transposed_total_takes_the_transposed_products():
+    form = products(5)
+    total = torch.zeros(3, 4, dtype=torch.float64).T
+    form.add_squares_(total, LIMIT)
+    torch.testing.assert_close(total, form.scores(0, 6).square().sum(0))
+
+
+class Warp(torch.autograd.Function):
+    """An operation of one's own: y = sin(w ∘ x)."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return torch.sin(weight * x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        slope = grad * torch.cos(weight * x)
+        return slope * weight, (slope * x).sum(0)
+
+
+class Warped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.head = nn.Parameter(torch.randn(4)), nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.head(Warp.apply(x, self.weight))
+
+
+@pytest.fixture
+def warped():
+    torch.manual_seed(0)
+    return Warped().double(), (torch.randn(6, 4, dtype=torch.float64), torch.arange(6) % 3)
+
+
+def right(call, grad):
+    x, weight = call.node.saved_tensors
+    return Rows(call.rows(x * torch.cos(weight * x)).mul(grad).sum(1))
+
+
+def test_an_operation_without_a_rule_goes_the_general_way(warped):
+    model, batch = warped
+    exact = squares_loop(model, batch, holdfast.categorical.nll)
+    found = holdfast.coverage(model, [batch], holdfast.categorical)
+    assert found.general == {"weight": "there is no rule for WarpBackward"}
+    assert "the general way: there is no rule for WarpBackward" in str(found)
+    assert found.fraction == pytest.approx(15 / 19)
+    fisher = holdfast.diagonal_fisher(model, [batch], holdfast.categorical, targets="observed")
+    assert max(relative_errors(fisher.entries, exact).values()) <= 1e-9
+
+
+def test_a_rule_of_ones_own_serves(warped, monkeypatch):
+    monkeypatch.setitem(RULES, "WarpBackward", right)
+    model, batch = warped
+    exact = squares_loop(model, batch, holdfast.categorical.nll)
+    assert holdfast.coverage(model, [batch], holdfast.categorical).tapped["weight"] == ("Warp",)
+    fisher = holdfast.diagonal_fisher(model, [batch], holdfast.categorical, targets="observed")
+    assert max(relative_errors(fisher.entries, exact).values()) <= 1e-9
+
+
+def test_a_rule_that_declines_leaves_it_to_the_general_path(warped, monkeypatch):
+    monkeypatch.setitem(RULES, "WarpBackward", lambda call, grad: None)
+    model, batch = warped
+    assert "does not cover" in holdfast.coverage(model, [batch], holdfast.categorical).general["weight"]
+
+
+@pytest.mark.parametrize("factor", [1.01, -2.0, 0.0])
+def test_a_wrong_rule_is_refused_and_not_believed(warped, monkeypatch, factor):
+    monkeypatch.setitem(RULES, "WarpBackward", lambda call, grad: Rows(factor * right(call, grad).rows))
+    model, batch = warped
+    with pytest.raises(holdfast.CheckError, match=r"disagree on `weight` for one example.*WarpBackward.*taps=False"):
+        holdfast.diagonal_fisher(model, [batch], holdfast.categorical)
+    exact = squares_loop(model, batch, holdfast.categorical.nll)
+    fisher = holdfast.diagonal_fisher(model, [batch], holdfast.categorical, targets="observed", taps=False)
+    assert max(relative_errors(fisher.entries, exact).values()) <= 1e-9
+
+
+def test_a_rule_that_mixes_examples_is_refused(warped, monkeypatch):
+    monkeypatch.setitem(RULES, "WarpBackward", lambda call, grad: Rows(right(call, grad).rows.roll(1, 0)))
+    model, batch = warped
+    with pytest.raises(holdfast.CheckError, match="`weight`"):
+        holdfast.diagonal_fisher(model, [batch], holdfast.categorical)

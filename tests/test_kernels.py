@@ -1,0 +1,97 @@
+"""The two inner loops against their definitions; on a GPU, against their plain forms."""
+
+import pytest
+import torch
+from torch import nn
+
+import holdfast
+from holdfast.kernels import add_pull_, add_squared_products_, in_one_pass
+from holdfast.kernels.products import plain_squared_products
+from holdfast.kernels.pull import plain_pull
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]
+SHAPES = [(5, 1, 7, 6, 4), (3, 2, 9, 4, 5), (4, 1, 33, 130, 200), (2, 1, 64, 129, 257), (17, 1, 40, 64, 64)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("dtype", "within"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 1e-5)])
+def test_squared_products(device, shape, dtype, within):
+    """bfloat16 factors have exact products: only the sums are rounded."""
+    batch, groups, positions, rows, columns = shape
+    torch.manual_seed(0)
+    left = torch.randn(batch, groups, positions, rows, device=device).to(dtype)
+    right = torch.randn(batch, groups, positions, columns, device=device).to(dtype)
+    total = torch.ones(groups, rows, columns, device=device, dtype=torch.promote_types(dtype, torch.float32))
+    exact = 1 + torch.einsum("bgtr,bgtc->bgrc", left.double(), right.double()).square().sum(0)
+    for add in (add_squared_products_, plain_squared_products):
+        found = total.clone()
+        add(found, left, right)
+        assert float((found - exact).norm() / exact.norm()) <= within
+        add(found, left, right)  # it adds
+        assert float((found - (2 * exact - 1)).norm() / exact.norm()) <= 2 * within
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_squared_products_of_sides_that_are_views(device):
+    torch.manual_seed(0)
+    left = torch.randn(50, 4, 96, device=device).transpose(0, 1).unsqueeze(1)  # time first
+    right = torch.randn(4, 128, 50, device=device).mT.unsqueeze(1)
+    total = torch.zeros(1, 96, 128, device=device)
+    add_squared_products_(total, left, right)
+    exact = torch.einsum("bgtr,bgtc->bgrc", left.double(), right.double()).square().sum(0)
+    assert float((total - exact).norm() / exact.norm()) <= 1e-5
+
+
+def roles(device, dtype=torch.float32):
+    torch.manual_seed(0)
+    sizes = [(300, 70), (5000,), (1,), (0,), (17, 3, 5)]
+    return [[torch.randn(size, device=device, dtype=dtype) for size in sizes] for _ in range(4)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize(("dtype", "within"), [(torch.float32, 1e-5), (torch.float64, 1e-12)])
+def test_the_pull_on_all_parameters(device, scaled, dtype, within):
+    grads, params, means, entries = roles(device, dtype)
+    scale = torch.tensor(0.3, device=device, dtype=dtype) if scaled else 0.3
+    exact = [g + 0.3 * e * (p - m) for g, p, m, e in zip(grads, params, means, entries, strict=True)]
+    value = sum(0.5 * (e * (p - m) ** 2).sum() for p, m, e in zip(params, means, entries, strict=True))
+    for add in (add_pull_, plain_pull):
+        found = [grad.clone() for grad in grads]
+        assert float(add(found, params, means, entries, scale)) == pytest.approx(float(value), rel=1e-4)
+        for one, other in zip(found, exact, strict=True):
+            torch.testing.assert_close(one, other, rtol=within, atol=within)
+
+
+def test_what_one_pass_can_serve():
+    grads, params, means, entries = roles("cpu")
+    assert in_one_pass(grads, params, means, entries)
+    assert not in_one_pass(grads, params, [mean.double() for mean in means], entries)
+    assert not in_one_pass([grad.to("meta") for grad in grads], params, means, entries)
+    assert not in_one_pass([*grads[:-1], torch.eye(3).to_sparse()], params, means, entries)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("split", [False, True])
+def test_a_hold_pulls_the_same_in_one_pass_and_in_many(device, split):
+    """With the parameters in two optimizers, none has them all, and the pull goes parameter by parameter."""
+    ends = []
+    for optimizers in (1, 2) if split else (1, 1):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)).to(device)
+        x, y = torch.randn(12, 6, device=device), torch.arange(12, device=device) % 3
+        fisher = holdfast.diagonal_fisher(model, [(x, y)], holdfast.categorical)
+        posterior = holdfast.consolidate(holdfast.prior(model), model, fisher)
+        parts = [list(model.parameters())] if optimizers == 1 else [list(layer.parameters()) for layer in model[::2]]
+        chosen = [torch.optim.SGD(part, lr=0.1) for part in parts]
+        with holdfast.hold(chosen, model, posterior, num_data=12, strength=3.0):
+            for step in range(5):
+                for optimizer in chosen:
+                    optimizer.zero_grad()
+                nn.functional.cross_entropy(model(x.roll(step, 1)), y).backward()
+                for optimizer in chosen:
+                    optimizer.step()
+        ends.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    # Two optimizers step one after the other: the second pull is of the same diagonal, and so the same.
+    torch.testing.assert_close(ends[0], ends[1], rtol=1e-6, atol=1e-7)
