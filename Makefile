@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 export PIP_CONSTRAINT := constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test lint types tests figure clean
+.PHONY: demo test lint types tests figure peers benchmarks clean
 
 demo: $(VENV)/.demo
 	$(BIN)/holdfast demo
@@ -13,8 +13,8 @@ demo: $(VENV)/.demo
 test: lint types tests
 
 lint: $(VENV)/.dev
-	$(BIN)/ruff check src tests
-	$(BIN)/ruff format --check src tests
+	$(BIN)/ruff check src tests benchmarks
+	$(BIN)/ruff format --check src tests benchmarks
 
 types: $(VENV)/.dev
 	$(BIN)/mypy
@@ -36,5 +36,19 @@ $(VENV)/.dev: $(VENV)/.demo
 	$(BIN)/python -m pip install --quiet --group dev
 	touch $@
 
+# What the speed of curvature is measured against, in a venv of its own: their dependencies are not ours.
+PEERS := .venv-peers
+peers: $(PEERS)/.ready
+
+$(PEERS)/.ready: pyproject.toml constraints.txt
+	test -x $(PEERS)/bin/python || $(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/python -m pip install --quiet "pip>=25.1"
+	$(PEERS)/bin/python -m pip install --quiet --editable . --group peers
+	touch $@
+
+# The tables in docs/curvature.md, on this machine.
+benchmarks: $(PEERS)/.ready
+	$(PEERS)/bin/python benchmarks/curvature.py --out benchmarks/results/curvature-cpu.json
+
 clean:
-	rm -rf $(VENV) holdfast-demo.html .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(PEERS) holdfast-demo.html .pytest_cache .mypy_cache .ruff_cache

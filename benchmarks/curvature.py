@@ -14,6 +14,7 @@ import json
 import platform
 import statistics
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import date
@@ -25,6 +26,9 @@ from models import GPT, cnn, images, mlp, sequences
 from torch import nn
 
 import holdfast
+
+# Timed on two batches and twice: they take a hundred times as long, and have no cost that a longer run would spread.
+SLOW = ("loop", "torch.func", "opacus")
 
 Batches = list[tuple[torch.Tensor, torch.Tensor]]
 
@@ -167,10 +171,10 @@ def measured(name: str, rounds: int, device: str, slow_peers: bool) -> dict[str,
     agreement = {}
     for turn in range(rounds + 1):  # the first warms up
         for each, (run, its_model) in runs.items():
-            slow = each in ("loop", "torch.func")
+            slow = each in SLOW
             if slow and (not slow_peers or turn > 2):
                 continue
-            used = batches[:2] if slow else batches  # they have no cost that a longer run would spread
+            used = batches[:2] if slow else batches
             model.zero_grad()
             if device != "cpu":
                 torch.cuda.reset_peak_memory_stats()
@@ -210,11 +214,12 @@ def _autocast(setting: Setting, like: torch.Tensor) -> torch.autocast:
 
 
 def main() -> None:
+    warnings.filterwarnings("ignore", message="Full backward hook is firing")  # opacus and BackPACK
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=["mlp", "cnn", "gpt"], choices=list(SETTINGS))
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--no-slow-peers", action="store_true", help="leave out the loop and torch.func")
+    parser.add_argument("--no-slow-peers", action="store_true", help="leave out the slowest ones")
     parser.add_argument("--out", type=Path, help="write the results as JSON")
     options = parser.parse_args()
     name = torch.cuda.get_device_name() if options.device != "cpu" else f"CPU, {torch.get_num_threads()} threads"

@@ -1,11 +1,15 @@
 """The tap engine against a loop of one, over the layers and models that people have."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import holdfast
+from holdfast.curvature import engine, trial
 from oracles import relative_errors, squares_loop
 
 CLASSES = 3
@@ -418,3 +422,33 @@ def test_examples_that_are_nearly_all_alike_are_told_apart():
     fisher = holdfast.diagonal_fisher(model, [batch], holdfast.categorical, targets="observed")
     exact = squares_loop(model, batch, holdfast.categorical.nll)
     assert max(relative_errors(fisher.entries, exact).values()) <= 1e-9
+
+
+def test_nothing_of_a_graph_outlives_its_batch(monkeypatch):
+    """A cycle would keep a batch's activations until the garbage collector comes."""
+    alive, graph = [], engine.Graph
+
+    def watched(*args):
+        found = graph(*args)
+        alive.append(weakref.ref(found))
+        return found
+
+    monkeypatch.setattr(engine, "Graph", watched)
+    monkeypatch.setattr(trial, "Graph", watched)
+    model, batch = case("transformer encoder", torch.float64)
+    counts = []
+
+    def batches():
+        for _ in range(4):
+            yield batch
+            counts.append(sum(each() is not None for each in alive))
+
+    gc.collect()
+    gc.disable()
+    try:
+        holdfast.diagonal_fisher(model, batches(), holdfast.categorical)
+        assert len(alive) >= 5
+        assert not any(each() is not None for each in alive)
+    finally:
+        gc.enable()
+    assert max(counts) <= 1

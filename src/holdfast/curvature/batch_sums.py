@@ -75,7 +75,7 @@ def batch_sum_fisher(
                     losses.sum().backward()  # type: ignore[no-untyped-call]
                 _add_squares_(total, fourth, named, draws)
                 squares += 1
-            require_finite_scores(total, batch, scoring.doubts)
+            require_finite_scores(total, batch.index, scoring.doubts)
         source = replace(scoring.source(), targets=f"{targets}, batch sums")
     # Var(g²) = 2 (E g²)² = ⅔ E g⁴ for a normal g.
     variances = {name: 2 / 3 * float(each) for name, each in fourth.items()}

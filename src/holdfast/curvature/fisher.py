@@ -58,7 +58,7 @@ def diagonal_fisher(
                 for name, score in scores.items():  # (examples, columns, *shape)
                     # Squared per example, then summed: (Σ g)² is zero at the optimum and shrinks with the batch.
                     total[name] += score.to(total[name].dtype).square().sum((0, 1))
-            require_finite_scores(total, made.batch, scoring.doubts)
+            require_finite_scores(total, made.batch.index, scoring.doubts)
             del made
         source = scoring.source()
     return Diagonal(total, (source,))
@@ -94,5 +94,5 @@ def dense_fisher(
                 rows = rows.to(total)  # (columns, P)
                 with backward(total):
                     total.addmm_(rows.T, rows)
-            require_finite_scores({"Λ": total}, batch, scoring.doubts)
+            require_finite_scores({"Λ": total}, batch.index, scoring.doubts)
     return Dense(shapes(named), (total + total.T) / 2, (scoring.source(),))

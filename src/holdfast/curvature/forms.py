@@ -183,39 +183,27 @@ class Products(Form):
         positions = sum(each.positions for each in every)
         return replace(self, part=part, positions=positions, share=sum(each.share for each in every))
 
-    @property
-    def swapped(self) -> Products:
-        """The transposed gradients, where there is one group."""
-
-        def part(start: int, stop: int) -> tuple[Tensor, Tensor]:
-            left, right = self.part(start, stop)
-            return right, left
-
-        return replace(
-            self, part=part, rows=self.columns, columns=self.rows, shape=torch.Size((self.columns, self.rows)),
-            inputs_left=not self.inputs_left,
-        )  # fmt: skip
-
     def add_squares_(self, total: Tensor, limit: Limit) -> None:
-        if self.groups == 1 and total.ndim == 2 and not total.is_contiguous() and total.mT.is_contiguous():
-            return self.swapped.add_squares_(total.mT, limit)
-        if self.positions == 1:
-            # Σₙ (gₙaₙᵀ)² = (g²)ᵀ(a²): one matmul for the whole batch.
-            left, right = self.part(0, self.examples)
-            add_outer_(total, left.to(total.dtype).square(), right.to(total.dtype).square())
-            return None
+        shape = (self.groups, self.rows, self.columns)
+        turned = self.groups == 1 and total.ndim == 2 and not total.is_contiguous() and total.mT.is_contiguous()
+        if turned:  # the transposed products into the transposed total
+            total, shape = total.mT, (1, self.columns, self.rows)
         entries = self.groups * self.rows * self.columns
         step = limit.examples(entries + self.share // 4, "a parameter")
         if total.device.type == "cpu":  # temporaries that stay in the cache
             step = max(1, min(step, _CACHED // (4 * entries + self.share)))
-        flat = total.view(self.groups, self.rows, self.columns) if total.is_contiguous() else None
-        into = torch.zeros_like(total).view(self.groups, self.rows, self.columns) if flat is None else flat
+        into = total.view(shape) if total.is_contiguous() else total.new_zeros(shape)
         for start in range(0, self.examples, step):
             left, right = self.part(start, min(start + step, self.examples))
-            add_squared_products_(into, left, right)
-        if flat is None:
+            if self.positions == 1:
+                # Σₙ (gₙaₙᵀ)² = (g²)ᵀ(a²): one matrix product for the whole batch.
+                add_outer_(
+                    into, *(side.to(into.dtype).square() for side in ((right, left) if turned else (left, right)))
+                )
+            else:
+                add_squared_products_(into, *((right, left) if turned else (left, right)))
+        if not total.is_contiguous():
             total += into.view(total.shape)
-        return None
 
 
 @dataclass(frozen=True)
@@ -259,8 +247,8 @@ class Shifted(Form):
 
 def add_outer_(total: Tensor, left: Tensor, right: Tensor) -> None:
     """Add Σₙ leftₙ rightₙᵀ for sides of one position: (batch, groups, 1, rows) and (…, columns)."""
-    if left.shape[1] == 1 and total.ndim == 2:
-        total.addmm_(left.flatten(1).T, right.flatten(1))
+    if left.shape[1] == 1:
+        (total if total.ndim == 2 else total[0]).addmm_(left.flatten(1).T, right.flatten(1))
     else:
         total += torch.einsum("ngtr,ngtc->grc", left, right).reshape(total.shape)
 

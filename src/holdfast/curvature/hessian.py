@@ -90,7 +90,7 @@ def _summed(
                 for name, entries in zip(named, diagonal(gradients, parameters), strict=True):
                     total[name] += entries.detach().to(total[name].dtype)
             del losses, gradients
-            require_finite_scores(total, batch, scoring.doubts)
+            require_finite_scores(total, batch.index, scoring.doubts)
     return SignedDiagonal(total, (scoring.source(),))
 
 

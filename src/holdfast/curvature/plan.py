@@ -82,49 +82,59 @@ def planned(
     graph: Graph, probe: Graph, named: Mapping[str, Tensor], size: int, few: int
 ) -> tuple[Plan, dict[Site, Site]]:
     """What the graph of a batch of `size` shows beside that of a few of its examples, and each site's twin there."""
-    known: dict[Value, list[Site] | str] = {}
-    twins: dict[Site, Site] = {}
-
-    def above(value: Value, other: Value) -> list[Site]:
-        """Every site to which a value without examples leads."""
-        if value not in known:
-            try:
-                ours, theirs = graph.consumers.get(value, []), probe.consumers.get(other, [])
-                if [(node.name(), slot) for node, slot in ours] != [(node.name(), slot) for node, slot in theirs]:
-                    raise _NotServed("batches of different size use it differently")
-                pairs = zip(ours, theirs, strict=True)
-                known[value] = [
-                    site for (node, slot), (twin, _) in pairs for site in at(value, other, node, twin, slot)
-                ]
-            except _NotServed as error:
-                known[value] = str(error)
-        found = known[value]
-        if isinstance(found, str):
-            raise _NotServed(found)
-        return found
-
-    def at(value: Value, other: Value, node: Node, twin: Node, slot: int) -> list[Site]:
-        if shapes(node) == shapes(twin):
-            outputs = zip(graph.used_outputs(node), probe.used_outputs(twin), strict=True)
-            return [site for ours, theirs in outputs for site in above((node, ours), (twin, theirs))]
-        if node.name() not in RULES:
-            raise _NotServed(f"there is no rule for {node.name()}")
-        splits = _splits(graph, probe, node, twin, size, few)
-        site = _site(graph, value, node, slot, splits)
-        twins[site] = _site(probe, other, twin, slot, tuple(replace(split, examples=few) for split in splits))
-        return [site]
-
+    survey = _Survey(graph, probe, size, few)
     sites: dict[str, tuple[Site, ...]] = {}
     general: dict[str, str] = {}
     for name in named:
         if name in graph.leaves and name in probe.leaves:
             try:
-                sites[name] = tuple(above(graph.leaves[name], probe.leaves[name]))
+                sites[name] = tuple(survey.above(graph.leaves[name], probe.leaves[name]))
             except _NotServed as error:
                 general[name] = str(error)
     unused = tuple(name for name in named if name not in sites and name not in general)
     apart = frozenset(name for name, each in sites.items() if _disjoint(each, named[name]))
-    return Plan(sites, general, unused, apart), twins
+    return Plan(sites, general, unused, apart), survey.twins
+
+
+class _Survey:
+    """Two graphs, climbed side by side from the parameters to where they meet the examples."""
+
+    def __init__(self, graph: Graph, probe: Graph, size: int, few: int) -> None:
+        self._graph, self._probe = graph, probe
+        self._size, self._few = size, few
+        self._known: dict[Value, list[Site] | str] = {}
+        self.twins: dict[Site, Site] = {}
+
+    def above(self, value: Value, other: Value) -> list[Site]:
+        """Every site to which a value without examples leads."""
+        if value not in self._known:
+            try:
+                self._known[value] = self._users(value, other)
+            except _NotServed as error:
+                self._known[value] = str(error)
+        found = self._known[value]
+        if isinstance(found, str):
+            raise _NotServed(found)
+        return found
+
+    def _users(self, value: Value, other: Value) -> list[Site]:
+        ours, theirs = self._graph.consumers.get(value, []), self._probe.consumers.get(other, [])
+        if [(node.name(), slot) for node, slot in ours] != [(node.name(), slot) for node, slot in theirs]:
+            raise _NotServed("batches of different size use it differently")
+        found = []
+        for (node, slot), (twin, _) in zip(ours, theirs, strict=True):
+            if shapes(node) == shapes(twin):
+                outputs = zip(self._graph.used_outputs(node), self._probe.used_outputs(twin), strict=True)
+                found += [site for a, b in outputs for site in self.above((node, a), (twin, b))]
+            elif node.name() not in RULES:
+                raise _NotServed(f"there is no rule for {node.name()}")
+            else:
+                splits = _splits(self._graph, self._probe, node, twin, self._size, self._few)
+                site = _site(self._graph, value, node, slot, splits)
+                splits = tuple(replace(split, examples=self._few) for split in splits)
+                self.twins[site] = _site(self._probe, other, twin, slot, splits)
+                found.append(site)
+        return found
 
 
 def _site(graph: Graph, value: Value, node: Node, slot: int, splits: tuple[Split, ...]) -> Site:

@@ -203,7 +203,8 @@ def batch_norm(call: Call, grad: Tensor) -> Form | None:
         inputs = call.saved("input")
         channels = (-1, *[1] * (inputs.ndim - 2))
         mean, variance = (call.saved(f"running_{name}").view(channels) for name in ("mean", "var"))
-        grad = grad * call.rows((inputs - mean) * (variance + call.saved("eps")).rsqrt())
+        small = call.saved("epsilon" if call.node.name().startswith("Cudnn") else "eps")
+        grad = grad * call.rows((inputs - mean) * (variance + small).rsqrt())
     return Rows(_by_channel(grad))
 
 

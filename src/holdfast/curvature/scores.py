@@ -201,8 +201,8 @@ def accumulation(tensor: Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
-def require_finite_scores(total: Mapping[str, Tensor], batch: Batch, doubts: Doubts) -> None:
-    """Raise if sums are not finite after `batch`, naming it and the parameters."""
+def require_finite_scores(total: Mapping[str, Tensor], index: int, doubts: Doubts) -> None:
+    """Raise if sums are not finite after the batch of this index, naming it and the parameters."""
     alike: dict[tuple[torch.device, torch.dtype], list[str]] = {}
     for name, entries in total.items():
         alike.setdefault((entries.device, entries.dtype), []).append(name)
@@ -214,7 +214,7 @@ def require_finite_scores(total: Mapping[str, Tensor], batch: Batch, doubts: Dou
         def broken(fine: list[bool], names: list[str] = names) -> DataError:
             bad = [name for name, each in zip(names, fine, strict=True) if not each]
             return DataError(
-                f"batch {batch.index}: the gradients of {some(bad)} are not finite (or overflow when squared). "
+                f"batch {index}: the gradients of {some(bad)} are not finite (or overflow when squared). "
                 "Nothing was changed."
             )
 

@@ -32,7 +32,7 @@ class Trial:
         self._named = named
         # The examples with most to say; one of them twice where two are the whole batch.
         most = losses.detach().abs().sum(0).topk(2).indices.tolist()
-        self._example = batch.example(most[0])
+        self._index = batch.index
         few = batch.rows([*most, most[0]] if batch.size == 2 else most)
         self._losses = scoring.losses(scoring.output(few), few)
         self._graph = Graph(self._losses, named)
@@ -83,13 +83,15 @@ class Trial:
         return replace(plan, sites={**plan.sites, **sites}).without(reasons), keep
 
     def _plain(self, weights: Tensor) -> dict[str, Tensor]:
-        """An example's gradients by plain autograd, the columns weighted."""
-        columns = self._scoring.of_example(self._example, list(self._named.values()))
-        with torch.no_grad(), backward(self._losses):
-            plain = {}
-            for name, parts in zip(self._named, zip(*columns, strict=True), strict=True):
-                plain[name] = sum((w * part for w, part in zip(weights[1:], parts[1:], strict=True)), parts[0])
-        require_finite_scores(plain, self._example, self._scoring.doubts)
+        """The first example's gradients by plain autograd, the columns weighted."""
+        with backward(self._losses):
+            loss = torch.dot(weights, self._losses[:, 0])
+            parameters = list(self._named.values())
+            grads = torch.autograd.grad(loss, parameters, retain_graph=True, materialize_grads=True)
+        plain = {
+            name: grad.to_dense() if grad.is_sparse else grad for name, grad in zip(self._named, grads, strict=True)
+        }
+        require_finite_scores(plain, self._index, self._scoring.doubts)
         self._scoring.doubts.settle()
         return plain
 

@@ -20,8 +20,7 @@ def add_squared_products_(total: Tensor, left: Tensor, right: Tensor) -> None:
     if _fits(total, left, right):
         from .triton_products import squared_products
 
-        for group in range(len(total)):
-            squared_products(total[group], left[:, group], right[:, group])
+        squared_products(total, left, right)
     else:
         plain_squared_products(total, left, right)
 
@@ -47,7 +46,6 @@ def _fits(total: Tensor, left: Tensor, right: Tensor) -> bool:
         and left.dtype == right.dtype
         and left.dtype in _DTYPES
         and min(left.shape[-1], right.shape[-1], left.shape[-2]) >= _TILE
-        and len(total) <= _TILE
     )
 
 

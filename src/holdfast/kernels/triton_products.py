@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 import triton
 import triton.language as tl
@@ -18,16 +20,20 @@ _PROGRAMS = 264
 @triton.jit
 def _kernel(
     left, right, total, parts, examples, positions, rows, columns,
-    left_example, left_position, left_row, right_example, right_position, right_column, per_share,
+    left_example, left_group, left_position, left_row, right_example, right_group, right_position, right_column,
+    per_share,
     PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     row_tiles = tl.cdiv(rows, ROWS)
     row = (tl.program_id(0) % row_tiles) * ROWS + tl.arange(0, ROWS)
     column = (tl.program_id(0) // row_tiles) * COLUMNS + tl.arange(0, COLUMNS)
     share = tl.program_id(1)
+    group = tl.program_id(2)
     position = tl.arange(0, STEP)
-    left_tile = left + row[:, None].to(tl.int64) * left_row + position[None, :] * left_position
-    right_tile = right + column[None, :].to(tl.int64) * right_column + position[:, None] * right_position
+    left_tile = left + group * left_group + row[:, None].to(tl.int64) * left_row + position[None, :] * left_position
+    right_tile = (
+        right + group * right_group + column[None, :].to(tl.int64) * right_column + position[:, None] * right_position
+    )
     squares = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
     for example in range(share * per_share, tl.minimum((share + 1) * per_share, examples)):
         product = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
@@ -41,32 +47,36 @@ def _kernel(
             left_at += STEP * left_position
             right_at += STEP * right_position
         squares += product * product
-    place = row[:, None].to(tl.int64) * columns + column[None, :]
+    place = (group * rows + row[:, None]).to(tl.int64) * columns + column[None, :]
     inside = (row[:, None] < rows) & (column[None, :] < columns)
     if share == 0:
         tl.store(total + place, tl.load(total + place, mask=inside, other=0.0) + squares, mask=inside)
     else:
-        tl.store(parts + (share - 1).to(tl.int64) * rows * columns + place, squares, mask=inside)
+        tl.store(parts + (share - 1).to(tl.int64) * tl.num_programs(2) * rows * columns + place, squares, mask=inside)
 
 
 def squared_products(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add Σₙ (leftₙᵀ rightₙ)² to total (rows, columns), for left (batch, positions, rows) and right (…, columns)."""
-    examples, positions, rows = left.shape
+    """Add Σₙ (leftₙᵀ rightₙ)² to total (groups, rows, columns), for left (batch, groups, positions, rows)."""
+    examples, groups, positions, rows = left.shape
     columns = right.shape[-1]
     large = -(-rows // 128) * -(-columns // 256) >= _PROGRAMS // 2
     height, width, step, stages, warps = _LARGE if large and left.element_size() == 2 else _SMALL
     tiles = -(-rows // height) * -(-columns // width)
-    per_share = -(-examples // max(1, min(examples, _PROGRAMS // tiles)))
+    per_share = -(-examples // max(1, min(examples, _PROGRAMS // (tiles * groups))))
     shares = -(-examples // per_share)
     # The first share adds to the total; the others are added after it, in one order whatever the GPU's.
-    parts = total.new_empty(shares - 1, rows, columns) if shares > 1 else total
-    with torch.cuda.device(total.device):
-        _kernel[(tiles, shares)](
+    parts = total.new_empty(shares - 1, groups, rows, columns) if shares > 1 else total
+    with _on(total.device):
+        _kernel[(tiles, shares, groups)](
             left, right, total, parts, examples, positions, rows, columns, *left.stride(), *right.stride(), per_share,
             PRECISION=_precision(left), ROWS=height, COLUMNS=width, STEP=step, num_stages=stages, num_warps=warps,
         )  # fmt: skip
     if shares > 1:
         total += parts.sum(0)
+
+
+def _on(device: torch.device) -> AbstractContextManager[None]:
+    return nullcontext() if device.index == torch.cuda.current_device() else torch.cuda.device(device)
 
 
 def _precision(left: Tensor) -> str:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import DataError
-from .base import Likelihood, as_tensor, draw_class, few_or_many, require_class_labels, require_class_range
+from .base import Likelihood, as_tensor, draw_class, few_or_many, require_class_labels, require_class_range, uniform
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,8 @@ class Categorical(Likelihood):
         return p.T.sqrt().unsqueeze(-1) * scores  # (classes, batch, classes)
 
     def sampled(self, output: Tensor, target: Any, generator: torch.Generator) -> Tensor:
-        return draw_class(self._logits(output), generator)
+        logits = self._logits(output)
+        return draw_class(logits, uniform(logits.shape[:1], logits, generator))
 
     def _logits(self, output: Any) -> Tensor:
         logits = as_tensor(output, self.name)

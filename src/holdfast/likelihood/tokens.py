@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import DataError
-from .base import Likelihood, as_tensor, draw_class, require_class_labels, require_class_range
+from .base import Likelihood, as_tensor, draw_class, require_class_labels, require_class_range, uniform
 
 
 @dataclass(frozen=True)
@@ -59,9 +59,12 @@ class Tokens(Likelihood):
                 "not be told from an ignored one. Set ignored labels to -100 and leave ignore_index alone."
             )
         counted = aligned != self.ignore_index
-        drawn = aligned.clone()
-        where = counted.nonzero(as_tuple=True)
-        drawn[where] = draw_class(logits, generator, where)
+        # One number per counted label, and none for the others: what is drawn does not depend on the padding.
+        heights = torch.zeros(output.shape[:2], dtype=torch.float64, device=output.device)
+        aside = heights[:, : counted.shape[1]]
+        aside[counted] = uniform(torch.Size((int(counted.sum()),)), output, generator)
+        classes = draw_class(output.flatten(0, 1), heights.flatten()).view(output.shape[:2])
+        drawn = torch.where(counted, classes[:, : counted.shape[1]], aligned)
         # The first label of a shifted sequence is never scored; it stays what it was.
         return torch.cat([target[:, :1].long(), drawn], dim=1) if self.shift else drawn
 
