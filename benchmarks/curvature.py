@@ -15,7 +15,7 @@ import platform
 import statistics
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -60,7 +60,7 @@ SETTINGS = {
         ("observed", "sampled"), ("loop", "torch.func"),
     ),
     "gpt-large": Setting(
-        lambda: GPT(12, 768, 50257, 512), lambda: sequences(16, 512, 50257), 30, holdfast.tokens(shift=True),
+        lambda: GPT(12, 768, 50257, 512), lambda: sequences(16, 512, 50257), 60, holdfast.tokens(shift=True),
         ("observed", "sampled"), ("loop", "torch.func"), autocast=True,
     ),
 }  # fmt: skip
@@ -68,7 +68,7 @@ SETTINGS = {
 
 def plain(setting: Setting, model: nn.Module, batches: Batches) -> None:
     """What training does: one forward and one backward pass a batch."""
-    for x, y in batches:
+    for x, y in _on(batches, model):
         model.zero_grad()
         with _autocast(setting, x):
             loss = setting.likelihood.nll(model(x), y).sum()
@@ -77,7 +77,7 @@ def plain(setting: Setting, model: nn.Module, batches: Batches) -> None:
 
 def ours(targets: str) -> Callable[[Setting, nn.Module, Batches], Any]:
     def run(setting: Setting, model: nn.Module, batches: Batches) -> Any:
-        with _autocast(setting, batches[0][0]):
+        with _autocast(setting, next(model.parameters())):
             return holdfast.diagonal_fisher(model, batches, setting.likelihood, targets=targets).entries
 
     return run
@@ -86,7 +86,7 @@ def ours(targets: str) -> Callable[[Setting, nn.Module, Batches], Any]:
 def loop(setting: Setting, model: nn.Module, batches: Batches) -> Any:
     """A batch of one after another."""
     total = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
-    for x, y in batches:
+    for x, y in _on(batches, model):
         for n in range(len(x)):
             with _autocast(setting, x):
                 loss = setting.likelihood.nll(model(x[n : n + 1]), y[n : n + 1]).sum()
@@ -106,7 +106,7 @@ def by_torch_func(setting: Setting, model: nn.Module, batches: Batches) -> Any:
 
     chunk = 4 if setting.autocast else None
     each = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0, 0), chunk_size=chunk)
-    for x, y in batches:
+    for x, y in _on(batches, model):
         for start in range(0, len(x), chunk or len(x)):
             part = slice(start, start + (chunk or len(x)))
             for name, grads in each(params, x[part], y[part]).items():
@@ -162,7 +162,7 @@ def measured(name: str, rounds: int, device: str, slow_peers: bool) -> dict[str,
     setting = SETTINGS[name]
     torch.manual_seed(0)
     model = setting.make().to(device).eval()
-    batches = [tuple(part.to(device) for part in setting.batch()) for _ in range(setting.batches)]
+    batches = [setting.batch() for _ in range(setting.batches)]
     entries = sum(p.numel() for p in model.parameters())
     runs = contenders(setting, model)
     times: dict[str, list[float]] = {each: [] for each in runs}
@@ -201,6 +201,12 @@ def measured(name: str, rounds: int, device: str, slow_peers: bool) -> dict[str,
         "error_against_loop": agreement,
         "peak_bytes": peaks,
     }  # fmt: skip
+
+
+def _on(batches: Batches, model: nn.Module) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """The batches where the model is, one after another, as a training loop has them."""
+    device = next(model.parameters()).device
+    return ((x.to(device), y.to(device)) for x, y in batches)
 
 
 def _now(device: str) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,13 +21,17 @@ _LABELS = ("labels", "label", "label_ids", "targets", "target", "y")
 
 @dataclass(frozen=True)
 class Batch:
-    """`content` is what the loader gave; `inputs` and `target` are its parts; every tensor's first axis is `size`."""
+    """`content` is what the loader gave; `inputs` and `target` are its parts; every tensor's first axis is `size`.
+
+    `given` are the labels as they came. Where they came from the CPU, to look at them does not wait for a GPU.
+    """
 
     index: int
     content: Any
     inputs: Any
     target: Any
     size: int
+    given: Any = None
 
     def example(self, n: int) -> Batch:
         """Example n as a batch of one."""
@@ -35,8 +39,9 @@ class Batch:
 
     def rows(self, indices: Sequence[int]) -> Batch:
         """Some of the examples, as a batch of their own."""
-        content, inputs, target = (_rows(part, indices, self.size) for part in (self.content, self.inputs, self.target))
-        return Batch(self.index, content, inputs, target, len(indices))
+        every = (self.content, self.inputs, self.target, self.given)
+        content, inputs, target, given = (_rows(part, indices, self.size) for part in every)
+        return Batch(self.index, content, inputs, target, len(indices), given)
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -77,7 +82,8 @@ def read(batches: Iterable[Any], model: nn.Module) -> Iterator[Batch]:
         def move(leaf: Any) -> Any:
             return leaf.to(device) if isinstance(leaf, Tensor) else leaf
 
-        yield _parted(index, tree_map(move, content), size)
+        given = _parted(index, content, size).target
+        yield replace(_parted(index, tree_map(move, content), size), given=given)
     if index < 0:
         raise DataError("there are no batches: the loader is empty, or an iterator that was already used up.")
 

@@ -32,8 +32,8 @@ def diagonal_fisher(
 ) -> Diagonal:
     """The diagonal of the Fisher information: F = Σₙ E_y[(∇ −log p(y | xₙ))²], exact per example.
 
-    `targets` says whose labels y are: "expected", the average over the model's own distribution (the exact Fisher; as
-    many backward passes as classes, and the default up to 16); "sampled", drawn from it with `seed`; "observed", the
+    `targets` says whose labels y are: "expected", the average over the model's own distribution (the exact Fisher; a
+    backward pass for each class but one, and the default up to 16); "sampled", drawn from it with `seed`; "observed", the
     data's (the empirical Fisher, which fades as the model grows confident). Batches are `(inputs, targets)` or dicts
     with 'labels'; `forward(model, batch)` adapts unusual calls. One pass; the model is left as it was.
 

@@ -58,7 +58,6 @@ class Scoring:
         self._generator = torch.Generator().manual_seed(seed)
         self._data: list[Tensor] = []
         self._separate: set[tuple[torch.Size, ...]] = set()
-        self._outputs: dict[tuple[torch.Size, ...], torch.Size] = {}
 
     def output(self, batch: Batch) -> Any:
         """The model's output on a batch."""
@@ -66,12 +65,8 @@ class Scoring:
 
     def counted(self, batch: Batch) -> tuple[Batch, Tensor]:
         """The batch with the labels to score, and its pseudo-losses, (columns, batch). Call it once per batch."""
-        self.doubts.settle()
+        self.doubts.turn()
         form, index = batch.form, batch.index
-        known = self._outputs.get(form)
-        if known is not None and batch.target is not None:
-            # Impossible labels bring a GPU down. Looked at here, while it has nothing else to do, they cost no wait.
-            self._require_labels(torch.empty(known, device="meta"), batch)
         output = self.output(batch)
         if isinstance(output, Tensor):
             require_finite_output(output, batch, self.doubts)
@@ -79,14 +74,13 @@ class Scoring:
             self.targets = self.targets or self.likelihood.default_targets(output)
             if self.targets == "observed" and batch.target is None:
                 raise DataError("targets='observed' needs labels, and there are none. Give (inputs, targets).")
-            if batch.target is not None and not (isinstance(output, Tensor) and output.shape == known):
-                self._require_labels(output, batch)
+            if batch.target is not None:
+                self.likelihood.require(output, batch.given)
             if self.targets == "sampled":
-                drawn = self.likelihood.sampled(self._detached(output), batch.target, self._generator)
-                batch = replace(batch, target=drawn)
+                batch = self._drawn(batch, output)
             losses = self.losses(output, batch)
         except DataError as error:
-            raise _of_batch(index, error) from error
+            raise DataError(f"batch {index}: {error}") from error
         if not losses.requires_grad:
             raise InertError(
                 "the model's output does not depend on its trainable parameters, so the curvature would be zero. Does "
@@ -100,9 +94,7 @@ class Scoring:
             self.doubts.settle()
             self._require_separate(batch, output, losses)
             self._separate.add(form)
-            if isinstance(output, Tensor):
-                self._outputs[form] = output.shape
-        self._count += self.likelihood.count(batch.size, batch.target)
+        self._count += self.likelihood.count(batch.size, batch.given)
         # Sums over rows, so that the data has one identity however it is cut or shuffled; squares bind what belongs
         # to one example together.
         rows = row_sums(batch.tensors)
@@ -112,10 +104,7 @@ class Scoring:
     def drawn_again(self, batch: Batch) -> tuple[Batch, Tensor]:
         """The same with other labels, of a batch that was counted already."""
         output = self.output(batch)
-        if self.targets == "sampled":
-            batch = replace(
-                batch, target=self.likelihood.sampled(self._detached(output), batch.target, self._generator)
-            )
+        batch = self._drawn(batch, output) if self.targets == "sampled" else batch
         return batch, self.losses(output, batch)
 
     def of_example(self, example: Batch, parameters: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
@@ -176,11 +165,10 @@ class Scoring:
                 "or the first axis of the batch is not the examples (a time axis: move it with `forward=`)."
             )
 
-    def _require_labels(self, output: Any, batch: Batch) -> None:
-        try:
-            self.likelihood.require(output, batch.target)
-        except DataError as error:
-            raise _of_batch(batch.index, error) from error
+    def _drawn(self, batch: Batch, output: Any) -> Batch:
+        """The batch with labels drawn from the model. What was given says which count, and is where it came from."""
+        drawn = self.likelihood.sampled(self._detached(output), batch.given, self._generator)
+        return replace(batch, target=drawn)
 
     def _detached(self, output: Any) -> Tensor:
         return as_tensor(output, self.likelihood.name).detach()
@@ -219,11 +207,6 @@ def require_finite_scores(total: Mapping[str, Tensor], index: int, doubts: Doubt
             )
 
         doubts.unless(torch.stack(list(sums)).isfinite(), broken)
-
-
-def _of_batch(index: int, error: DataError) -> DataError:
-    said = str(error)
-    return error if said.startswith("batch ") else DataError(f"batch {index}: {said}")
 
 
 def _not_rows(size: int, got: str) -> str:

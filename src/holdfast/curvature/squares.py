@@ -94,14 +94,14 @@ class Squares:
 
     def _add_rows(self) -> None:
         """Many small tensors, with few calls."""
-        by_place: dict[tuple[torch.device, torch.dtype], list[tuple[Tensor, Tensor]]] = {}
+        alike: dict[Any, list[tuple[Tensor, Tensor]]] = {}
         for total, rows in self._rows:
-            by_place.setdefault((total.device, total.dtype), []).append((total, rows.to(total.dtype)))
+            alike.setdefault((total.device, total.dtype, rows.shape), []).append((total, rows.to(total.dtype)))
         self._rows.clear()
         self._entries = 0
-        for pairs in by_place.values():
-            totals, each = [total for total, _ in pairs], [rows for _, rows in pairs]
-            torch._foreach_add_(totals, [squares.sum(0) for squares in torch._foreach_mul(each, each)])
+        for pairs in alike.values():
+            squares = torch.stack([rows for _, rows in pairs]).square_().sum(1)
+            torch._foreach_add_([total for total, _ in pairs], list(squares.unbind()))
 
     def _add_together(self, name: str, forms: Mapping[Site, Form]) -> None:
         by_route: dict[Any, list[tuple[Site, Form]]] = {}

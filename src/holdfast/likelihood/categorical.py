@@ -35,10 +35,16 @@ class Categorical(Likelihood):
         return few_or_many(self._logits(output).shape[-1])
 
     def root(self, output: Tensor) -> Tensor:
-        # diag(p) − ppᵀ = Σ_c p_c (p − e_c)(p − e_c)ᵀ: class c's score, weighted by how likely the model finds it.
+        # diag(p) − ppᵀ = Σ_j s_j s_jᵀ with one column fewer than classes: is it j, given that it is none before j?
+        # With q_j = 1 − p_1 − … − p_j:  s_j = √(p_j / (q_{j−1} q_j)) · (q_j e_j − Σ_{i>j} p_i e_i).
         p = self._logits(output).softmax(-1)
-        scores = p.unsqueeze(0) - torch.eye(p.shape[-1], dtype=p.dtype, device=p.device).unsqueeze(1)
-        return p.T.sqrt().unsqueeze(-1) * scores  # (classes, batch, classes)
+        if p.shape[-1] == 1:
+            return torch.zeros_like(p).unsqueeze(0)  # nothing to be uncertain about
+        q = p.flip(-1).cumsum(-1).flip(-1)  # q_{j−1}, summed from the far end: small ones keep their digits
+        scale = (p[:, :-1] / (q[:, :-1] * q[:, 1:]).clamp(min=torch.finfo(p.dtype).tiny)).sqrt()
+        later = p.unsqueeze(1).expand(-1, p.shape[-1] - 1, -1).triu(1)
+        columns = F.pad(torch.diag_embed(q[:, 1:]), (0, 1)) - later
+        return (scale.unsqueeze(-1) * columns).movedim(1, 0)  # (classes − 1, batch, classes)
 
     def sampled(self, output: Tensor, target: Any, generator: torch.Generator) -> Tensor:
         logits = self._logits(output)

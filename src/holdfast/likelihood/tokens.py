@@ -52,7 +52,7 @@ class Tokens(Likelihood):
         return "sampled"
 
     def sampled(self, output: Tensor, target: Any, generator: torch.Generator) -> Tensor:
-        logits, aligned = self._aligned(output, target)
+        logits, aligned = self._aligned(output, target)  # labels may be on the CPU still
         if 0 <= self.ignore_index < logits.shape[-1]:
             raise DataError(
                 f"ignore_index={self.ignore_index} is a word of the vocabulary, so a label drawn from the model could "
@@ -60,13 +60,13 @@ class Tokens(Likelihood):
             )
         counted = aligned != self.ignore_index
         # One number per counted label, and none for the others: what is drawn does not depend on the padding.
-        heights = torch.zeros(output.shape[:2], dtype=torch.float64, device=output.device)
-        aside = heights[:, : counted.shape[1]]
-        aside[counted] = uniform(torch.Size((int(counted.sum()),)), output, generator)
-        classes = draw_class(output.flatten(0, 1), heights.flatten()).view(output.shape[:2])
+        heights = torch.zeros(output.shape[:2], dtype=torch.float64, device=target.device)
+        heights[:, : counted.shape[1]][counted] = uniform(torch.Size((int(counted.sum()),)), target, generator)
+        classes = draw_class(output.flatten(0, 1), heights.flatten().to(output.device)).view(output.shape[:2])
+        counted, aligned = counted.to(output.device), aligned.to(output.device)
         drawn = torch.where(counted, classes[:, : counted.shape[1]], aligned)
         # The first label of a shifted sequence is never scored; it stays what it was.
-        return torch.cat([target[:, :1].long(), drawn], dim=1) if self.shift else drawn
+        return torch.cat([target[:, :1].long().to(output.device), drawn], dim=1) if self.shift else drawn
 
     def _aligned(self, output: Any, target: Any) -> tuple[Tensor, Tensor]:
         """Outputs and labels, position by position."""
