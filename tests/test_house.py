@@ -11,8 +11,8 @@ import holdfast
 
 ROOT = Path(holdfast.__file__).parent
 ORDER = [
-    "errors", "identity", "params", "untouched", "kernels", "likelihood", "precision", "curvature", "posterior",
-    "penalty", "hold", "storage", "bench", "report", "cli",
+    "errors", "devices", "identity", "params", "untouched", "kernels", "likelihood", "precision", "curvature",
+    "posterior", "penalty", "hold", "storage", "bench", "report", "cli",
 ]  # fmt: skip
 CORE = ORDER[: ORDER.index("bench")]
 

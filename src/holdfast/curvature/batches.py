@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import Dataset, IterableDataset
 
+from ..devices import sent
 from ..errors import DataError
 from .doubts import Doubts
 
@@ -80,7 +81,7 @@ def read(batches: Iterable[Any], model: nn.Module) -> Iterator[Batch]:
             raise DataError(f"batch {index} is empty.")
 
         def move(leaf: Any) -> Any:
-            return leaf.to(device) if isinstance(leaf, Tensor) else leaf
+            return sent(leaf, device) if isinstance(leaf, Tensor) else leaf
 
         given = _parted(index, content, size).target
         yield replace(_parted(index, tree_map(move, content), size), given=given)

@@ -33,9 +33,9 @@ def diagonal_fisher(
     """The diagonal of the Fisher information: F = Σₙ E_y[(∇ −log p(y | xₙ))²], exact per example.
 
     `targets` says whose labels y are: "expected", the average over the model's own distribution (the exact Fisher; a
-    backward pass for each class but one, and the default up to 16); "sampled", drawn from it with `seed`; "observed", the
-    data's (the empirical Fisher, which fades as the model grows confident). Batches are `(inputs, targets)` or dicts
-    with 'labels'; `forward(model, batch)` adapts unusual calls. One pass; the model is left as it was.
+    backward pass for each class but one, and the default up to 16); "sampled", drawn from it with `seed`; "observed",
+    the data's (the empirical Fisher, which fades as the model grows confident). Batches are `(inputs, targets)` or
+    dicts with 'labels'; `forward(model, batch)` adapts unusual calls. One pass; the model is left as it was.
 
     It costs about one training pass: gradients are tapped where operations use the parameters, and what cannot be
     tapped goes some examples at a time (`coverage` tells which). `memory` is how many bytes the gradients of single

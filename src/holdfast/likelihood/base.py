@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..devices import sent
 from ..errors import ArgumentError, DataError
 
 # The exact Fisher takes a backward pass per class or output: the default up to this many, sampled labels beyond.
 EXPECTED_UP_TO = 16
 # Entries of temporaries while labels are drawn.
-_AT_ONCE = 1 << 25
+_AT_ONCE = 1 << 27
 _BLOCK = 1024
 
 
@@ -101,7 +102,7 @@ def require_class_range(labels: Tensor, classes: int, name: str) -> None:
 
 def uniform(shape: torch.Size, like: Tensor, generator: torch.Generator) -> Tensor:
     """Numbers between 0 and 1, drawn on the CPU in float64 so that a seed means the same on every device."""
-    return torch.rand(shape, generator=generator, dtype=torch.float64).to(like.device)
+    return sent(torch.rand(shape, generator=generator, dtype=torch.float64), like.device)
 
 
 def draw_class(logits: Tensor, heights: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..devices import sent
 from ..errors import DataError
 from .base import Likelihood, as_tensor, draw_class, require_class_labels, require_class_range, uniform
 
@@ -62,11 +63,11 @@ class Tokens(Likelihood):
         # One number per counted label, and none for the others: what is drawn does not depend on the padding.
         heights = torch.zeros(output.shape[:2], dtype=torch.float64, device=target.device)
         heights[:, : counted.shape[1]][counted] = uniform(torch.Size((int(counted.sum()),)), target, generator)
-        classes = draw_class(output.flatten(0, 1), heights.flatten().to(output.device)).view(output.shape[:2])
-        counted, aligned = counted.to(output.device), aligned.to(output.device)
-        drawn = torch.where(counted, classes[:, : counted.shape[1]], aligned)
-        # The first label of a shifted sequence is never scored; it stays what it was.
-        return torch.cat([target[:, :1].long().to(output.device), drawn], dim=1) if self.shift else drawn
+        classes = draw_class(output.flatten(0, 1), sent(heights.flatten(), output.device)).view(output.shape[:2])
+        # The first label of a shifted sequence is never scored; it and the ignored ones stay what they were.
+        kept = F.pad(counted, (int(self.shift), 0))
+        drawn = classes.roll(int(self.shift), 1)
+        return torch.where(sent(kept, output.device), drawn, sent(target.long(), output.device))
 
     def _aligned(self, output: Any, target: Any) -> tuple[Tensor, Tensor]:
         """Outputs and labels, position by position."""

@@ -1,0 +1,55 @@
+"""The tables of docs/curvature.md, from the results that the other programs here wrote.
+
+python benchmarks/tables.py
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+MODELS = {
+    "mlp": "MLP 784-1000-1000-10",
+    "cnn": "CNN, 4 convolutions, 2 linear, 32×32",
+    "gpt": "GPT 4×256, T 128",
+    "gpt-large": "GPT 12×768, V 50257, T 512, bf16 autocast",
+}
+
+
+def curvature(name: str) -> list[str]:
+    found = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+    columns = list(dict.fromkeys(each for run in found["runs"] for each in run["ratio"] if each != "plain"))
+    lines = [
+        f"{found['device']}, torch {found['torch']}, {found['date']}:",
+        "",
+        f"| | {' | '.join(columns)} |",
+        "|---|" + "---|" * len(columns),
+    ]
+    for run in found["runs"]:
+        cells = [f"{run['ratio'][each]:.2f}" if each in run["ratio"] else "–" for each in columns]
+        title = f"{MODELS[run['model']]}, {run['parameters'] / 1e6:.1f} M, {run['batches']} batches of {run['batch']}"
+        lines.append(f"| {title} | {' | '.join(cells)} |")
+        if run["peak_bytes"]:
+            peaks = [f"{run['peak_bytes'][each] / 2**30:.2f}" if each in run["peak_bytes"] else "–" for each in columns]
+            lines.append(f"| peak memory, GiB (plain {run['peak_bytes']['plain'] / 2**30:.2f}) | {' | '.join(peaks)} |")
+    return lines
+
+
+def pull(name: str) -> list[str]:
+    found: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+    ratios = found["ratio_to_floor"]
+    speed = found["floor_bytes_per_second"] / 1e12
+    return [
+        f"{found['device']}, {found['parameters'] / 1e6:.0f} M parameters, floor {found['milliseconds']['floor']:.2f} ms "
+        f"(20 bytes a parameter at {speed:.1f} TB/s):",
+        "",
+        "| | one fused pass | `torch._foreach` | autograd |",
+        "|---|---|---|---|",
+        f"| times the floor | {ratios['fused']:.2f} | {ratios['foreach']:.1f} | {ratios['autograd']:.1f} |",
+    ]
+
+
+if __name__ == "__main__":
+    print("\n".join([*curvature("curvature-cpu"), "", *curvature("curvature-h200"), "", *pull("pull-h200")]))
