@@ -53,7 +53,7 @@ def untouched(model: nn.Module) -> Iterator[None]:
             module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"
             for module in model.modules()
         ):
-            # Compiled code was traced without the hooks that watch single layers, and may have been in training mode.
+            # Compiled code shows no graph of its operations, and may have been traced in training mode.
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         try:
             model.eval()

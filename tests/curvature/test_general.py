@@ -34,14 +34,15 @@ class Pairs(nn.Module):
 
 
 class Hides(nn.Module):
-    """A checkpoint keeps its inside from the graph; it takes `.backward()` alone in its reentrant form."""
+    """A checkpoint lets the inputs of its operations be seen once; a reentrant one takes `.backward()` alone."""
 
-    def __init__(self) -> None:
+    def __init__(self, reentrant: bool = False) -> None:
         super().__init__()
+        self.reentrant = reentrant
         self.first, self.inner, self.head = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 3)
 
     def forward(self, x):
-        return self.head(torch.tanh(checkpoint(self.inner, torch.tanh(self.first(x)), use_reentrant=False)))
+        return self.head(torch.tanh(checkpoint(self.inner, torch.tanh(self.first(x)), use_reentrant=self.reentrant)))
 
 
 def made(kind, size=7):
@@ -147,7 +148,90 @@ def test_a_layer_unknown_to_every_path_says_so():
 
     model = Strange()
     model.head.weight.grad = torch.ones(3, 4)
-    with pytest.raises(NotImplementedError, match="Foreign has no gradient"):
+    with pytest.raises(
+        holdfast.DataError, match=r"batch 0: the model cannot be differentiated \(Foreign has no gradient"
+    ):
         holdfast.diagonal_fisher(model, [(torch.randn(4, 4), torch.arange(4) % 3)], holdfast.categorical)
     assert torch.equal(model.head.weight.grad, torch.ones(3, 4))
     assert model.training
+
+
+def test_checkpoints_are_named_and_reentrant_ones_refused():
+    model, batch = made(Hides)
+    found = holdfast.coverage(model, [batch], holdfast.categorical)
+    assert "checkpointing" in found.general["inner.weight"]
+    model.reentrant = True
+    with pytest.raises(holdfast.DataError, match=r"(?s)reentrant checkpoint works.*batch_sum_fisher"):
+        holdfast.diagonal_fisher(model, [batch], holdfast.categorical)
+
+
+class Experts(nn.Module):
+    """Each example goes to the expert of its own: two of them tell nothing of the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(4, 3) for _ in range(5))
+        self.never = nn.Linear(4, 3)
+
+    def forward(self, x):
+        chosen = x[:, 0].mul(10).long().remainder(5)
+        found = x.new_zeros(len(x), 3)
+        for n, expert in enumerate(self.experts):
+            if bool((chosen == n).any()):
+                found = found.index_add(0, (chosen == n).nonzero()[:, 0], expert(x[chosen == n]))
+        return found if float(x.detach().sum()) < 1e9 else self.never(x)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 16])
+def test_parameters_that_only_some_examples_use(size):
+    model, batch = made(Experts, size)
+    fisher = holdfast.diagonal_fisher(model, [batch], holdfast.categorical, targets="observed")
+    exact = squares_loop(model, batch, holdfast.categorical.nll)
+    assert max(relative_errors(fisher.entries, exact).values()) <= 1e-9
+    found = holdfast.coverage(model, [batch], holdfast.categorical)
+    assert {"never.weight", "never.bias"} <= set(found.unused)
+    assert all(not exact[name].any() for name in found.unused)
+
+
+class Heads(nn.Module):
+    """One head for each task, chosen by the batch: the graphs of two tasks differ in nothing but the parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.heads = nn.Linear(4, 4), nn.ModuleList(nn.Linear(4, 3) for _ in range(3))
+
+    def forward(self, x, task):
+        return self.heads[int(task[0])](torch.tanh(self.body(x)))
+
+
+def test_a_head_gets_its_own_fisher():
+    model, (x, y) = made(Heads, 6)
+    batches = [(x.roll(task, 1), torch.full((6,), task), y) for task in (0, 1, 1, 2, 0)]
+    fisher = holdfast.diagonal_fisher(model, batches, holdfast.categorical, targets="observed")
+    each = [squares_loop(model, batch, holdfast.categorical.nll) for batch in batches]
+    total = {name: sum(part[name] for part in each) for name in each[0]}
+    assert max(relative_errors(fisher.entries, total).values()) <= 1e-9
+
+
+class Sorts(nn.Module):
+    """One layer used on the examples as they come and as they are sorted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x):
+        order = x[:, 0].argsort()
+        inside = torch.tanh(self.layer(x[order]))
+        return self.head(inside[order.argsort()] + torch.tanh(self.layer(2 * x)))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_examples_that_change_places_inside_are_noticed(seed):
+    torch.manual_seed(seed)
+    model, batch = Sorts().double(), (torch.randn(8, 4, dtype=torch.float64), torch.arange(8) % 3)
+    with pytest.raises(holdfast.CheckError, match=r"`layer\.weight`"):
+        holdfast.diagonal_fisher(model, [batch], holdfast.categorical)
+    exact = squares_loop(model, batch, holdfast.categorical.nll)
+    fisher = holdfast.diagonal_fisher(model, [batch], holdfast.categorical, targets="observed", taps=False)
+    assert max(relative_errors(fisher.entries, exact).values()) <= 1e-9

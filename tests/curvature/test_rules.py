@@ -143,7 +143,7 @@ def test_a_rule_that_declines_leaves_it_to_the_general_path(warped, monkeypatch)
 def test_a_wrong_rule_is_refused_and_not_believed(warped, monkeypatch, factor):
     monkeypatch.setitem(RULES, "WarpBackward", lambda call, grad: Rows(factor * right(call, grad).rows))
     model, batch = warped
-    with pytest.raises(holdfast.CheckError, match=r"disagree on `weight` for one example.*WarpBackward.*taps=False"):
+    with pytest.raises(holdfast.CheckError, match=r"disagree on `weight`.*two examples.*WarpBackward.*taps=False"):
         holdfast.diagonal_fisher(model, [batch], holdfast.categorical)
     exact = squares_loop(model, batch, holdfast.categorical.nll)
     fisher = holdfast.diagonal_fisher(model, [batch], holdfast.categorical, targets="observed", taps=False)
@@ -154,4 +154,20 @@ def test_a_rule_that_mixes_examples_is_refused(warped, monkeypatch):
     monkeypatch.setitem(RULES, "WarpBackward", lambda call, grad: Rows(right(call, grad).rows.roll(1, 0)))
     model, batch = warped
     with pytest.raises(holdfast.CheckError, match="`weight`"):
+        holdfast.diagonal_fisher(model, [batch], holdfast.categorical)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (lambda rows: Rows(rows[:1].expand_as(rows)), "disagree on `weight`"),  # the first example's for all
+        (lambda rows: Rows(rows[:2]), "for each of 3 examples"),
+        (lambda rows: Rows(rows.unsqueeze(1)), r"gradient of shape \(4,\)"),
+        (lambda rows: rows, "as Rows, Products or Lookup"),
+    ],
+)
+def test_rules_that_give_something_else_are_told_what_is_due(warped, monkeypatch, wrong, message):
+    monkeypatch.setitem(RULES, "WarpBackward", lambda call, grad: wrong(right(call, grad).rows))
+    model, batch = warped
+    with pytest.raises(holdfast.CheckError, match=message):
         holdfast.diagonal_fisher(model, [batch], holdfast.categorical)

@@ -259,3 +259,24 @@ def test_empty_parameters_and_compiled_children_have_a_hessian():
     assert found.entries["empty"].shape == (0,)
     fisher = holdfast.diagonal_fisher(model, data, holdfast.categorical)
     torch.testing.assert_close(found.entries["head.weight"], fisher.entries["head.weight"])
+
+
+@pytest.mark.parametrize("function", [*FISHERS, holdfast.batch_sum_fisher])
+def test_a_loss_that_compares_examples_is_refused(function):
+    contrast = holdfast.custom(lambda output, target: (output - output.mean(0)).square().sum(1), name="contrast")
+    batch = (torch.randn(4, 5), torch.randn(4, 3))
+    with pytest.raises(holdfast.DataError, match="another loss alone"):
+        function(nn.Linear(5, 3), [batch], contrast, targets="observed")
+
+
+def test_batch_statistics_in_training_mode_are_refused_with_the_reason():
+    class Stubborn(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.head = nn.Linear(5, 4), nn.Linear(4, 3)
+
+        def forward(self, x):
+            return self.head(nn.functional.batch_norm(self.first(x), None, None, training=True))
+
+    with pytest.raises(holdfast.DataError, match="batch statistics in training mode"):
+        holdfast.diagonal_fisher(Stubborn(), [(torch.randn(4, 5), torch.arange(4) % 3)], holdfast.categorical)

@@ -386,12 +386,27 @@ def test_another_form_of_batch_gets_a_plan_of_its_own():
     forward = lambda model, batch: model.head(model.body(batch[0]).mean(1))  # noqa: E731
     batches = [
         (torch.randn(size, length, 8, dtype=torch.float64), torch.arange(size) % CLASSES)
-        for size, length in [(4, 6), (4, 6), (3, 4), (1, 5), (4, 4), (2, 2)]
+        for size, length in [(4, 6), (4, 6), (3, 4), (1, 5), (4, 4), (2, 2), (5, 1), (6, 3)]
     ]
     fisher = holdfast.diagonal_fisher(model, batches, holdfast.categorical, targets="observed", forward=forward)
     exact = [squares_loop(model, batch, holdfast.categorical.nll, forward) for batch in batches]
     total = {name: sum(each[name] for each in exact) for name in exact[0]}
     assert max(relative_errors(fisher.entries, total).values()) <= 1e-9
+
+
+def test_batches_padded_to_their_own_length_share_a_plan(monkeypatch):
+    """As collators give them: another length in every batch."""
+    trials = []
+    monkeypatch.setattr(engine, "Trial", lambda *args: trials.append(1) or trial.Trial(*args))
+    model = Ends(encoder(batch_first=True), (6, 8)).double()
+    model.head = nn.Linear(8, CLASSES).double()
+    forward = lambda model, batch: model.head(model.body(batch[0]).mean(1))  # noqa: E731
+    batches = [(torch.randn(4, length, 8, dtype=torch.float64), torch.arange(4) % CLASSES) for length in (6, 5, 4, 9)]
+    fisher = holdfast.diagonal_fisher(model, batches, holdfast.categorical, targets="observed", forward=forward)
+    exact = [squares_loop(model, batch, holdfast.categorical.nll, forward) for batch in batches]
+    total = {name: sum(each[name] for each in exact) for name in exact[0]}
+    assert max(relative_errors(fisher.entries, total).values()) <= 1e-9
+    assert len(trials) == 1
 
 
 def test_a_gradient_that_is_zero_for_now_is_zero():

@@ -50,7 +50,7 @@ class Batch:
         return [leaf for leaf in tree_leaves(self.content) if isinstance(leaf, Tensor)]
 
     @property
-    def form(self) -> tuple[torch.Size, ...]:
+    def shapes(self) -> tuple[torch.Size, ...]:
         """The shapes of its tensors."""
         return tuple(tensor.shape for tensor in self.tensors)
 

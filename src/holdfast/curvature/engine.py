@@ -46,9 +46,10 @@ class Pass:
             rows = sites[0].splits[0].rows(grad)
             for site in sites:
                 form = RULES[site.operation](site.call(self.graph), rows)
-                if form is None:
+                if form is None or form.examples != self.batch.size or form.shape != site.weight:
                     raise CheckError(
-                        f"the rule for {site.operation} served an earlier batch of this form, not this one."
+                        f"the rule for {site.operation} gave {'nothing' if form is None else _said(form)}, where "
+                        f"{self.batch.size} gradients of shape {tuple(site.weight)} are due. taps=False does without."
                     )
                 take(site, form)
 
@@ -60,7 +61,7 @@ class Pass:
 
 
 class Engine:
-    """Passes over batches, planned once for each form of batch and checked against an example done alone."""
+    """Passes over batches, planned once for each structure of their graphs and checked against plain autograd."""
 
     def __init__(self, scoring: Scoring, named: Mapping[str, Tensor], memory: int, taps: bool) -> None:
         if not isinstance(memory, int) or isinstance(memory, bool) or memory < 1:
@@ -79,8 +80,11 @@ class Engine:
         if batch.size == 1 or not self._taps:
             reason = "taps=False" if batch.size > 1 else "a batch of one is done the plain way"
             return Pass(batch, losses, graph, Plan({}, dict.fromkeys(self._named, reason), ()))
-        plans = self._plans.setdefault((batch.form, graph.names), [])
-        plan = next((plan for plan in plans if plan.fits(graph)), None)
+        plans = self._plans.setdefault(graph.structure, [])
+        plan = next((plan for plan in plans if plan.fits(graph, batch.size)), None)
+        if plan is None and plans:
+            plan = plans[0].resized(graph, self._named, batch.size)
+            plans += [plan] if plan is not None else []
         if plan is None:
             trial = Trial(self._scoring, self._named, batch, losses, graph)
             del losses, graph  # a batch's graph is large: it makes room for the check, and is made again
@@ -96,3 +100,7 @@ class Engine:
         """What the taps leave: scores of the other parameters, a few examples at a time."""
         rest = {name: self._named[name] for name in self._named if name in made.plan.general}
         return self._general.scores(made.batch, rest, made.graph) if rest else iter(())
+
+
+def _said(form: Form) -> str:
+    return f"{form.examples} gradients of shape {tuple(form.shape)}"

@@ -32,7 +32,7 @@ class General:
 
     def scores(self, batch: Batch, named: Mapping[str, Tensor], graph: Graph) -> Iterator[Scores]:
         """The scores of every example of a batch."""
-        case = (batch.form, tuple(named))
+        case = (batch.shapes, tuple(named))
         first = self._one(batch.example(0), named)
         columns = next(iter(first.values())).shape[1]
         entries = sum(parameter.numel() for parameter in named.values())

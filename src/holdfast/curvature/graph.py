@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,15 +27,25 @@ class Graph:
         self._named = named
         self.nodes: list[Node] = []
         assert losses.grad_fn is not None
-        seen, stack = {losses.grad_fn}, [losses.grad_fn]
+        order, stack, wiring = {losses.grad_fn: 0}, [losses.grad_fn], []
         while stack:
             node = stack.pop()
             self.nodes.append(node)
             for source, _ in node.next_functions:
-                if source is not None and source not in seen:
-                    seen.add(source)
+                if source is None:
+                    wiring.append(-1)
+                    continue
+                if source not in order:
+                    order[source] = len(order)
                     stack.append(source)
-        self.names = tuple(node.name() for node in self.nodes)
+                wiring.append(order[source])
+        self._names = tuple(node.name() for node in self.nodes)
+        self._wiring = tuple(wiring)
+
+    @property
+    def structure(self) -> tuple[Any, ...]:
+        """The operations, how they hang together, and the parameters at their ends: all of the graph but its sizes."""
+        return self._names, self._wiring, tuple(self.leaves)
 
     @cached_property
     def places(self) -> dict[Node, int]:
@@ -55,7 +66,7 @@ class Graph:
     def leaves(self) -> dict[str, Value]:
         """The parameters that the losses depend on."""
         names = {id(parameter): name for name, parameter in self._named.items()}
-        leaves = [node for node, kind in zip(self.nodes, self.names, strict=True) if kind == _LEAF]
+        leaves = [node for node, kind in zip(self.nodes, self._names, strict=True) if kind == _LEAF]
         return {names[id(leaf.variable)]: (leaf, 0) for leaf in leaves if id(leaf.variable) in names}  # type: ignore[attr-defined]
 
     def used_outputs(self, node: Node) -> list[int]:

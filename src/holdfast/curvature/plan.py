@@ -50,14 +50,30 @@ class Plan:
     apart: frozenset[str] = frozenset()
     lowest: frozenset[int] = frozenset()
 
-    def fits(self, graph: Graph) -> bool:
-        """Whether another pass with the same walk has the same shapes where it matters."""
+    def fits(self, graph: Graph, size: int) -> bool:
+        """Whether another pass of the same structure has the same sizes where it matters."""
         return all(
             shapes(graph.nodes[place])[0] == site.output
             and shapes(graph.nodes[site.route.place])[site.route.output] == site.weight
+            and site.splits[0].examples == size
             for place, sites in self.places.items()
             for site in sites
         )
+
+    def resized(self, graph: Graph, named: Mapping[str, Tensor], size: int) -> Plan | None:
+        """The same plan for a pass of the same structure and other sizes, if those leave no question open."""
+        moved: dict[Site, Site] = {}
+        for site in (site for sites in self.places.values() for site in sites):
+            output = torch.Size(shapes(graph.nodes[site.place])[0])
+            split = site.splits[0].resized(output, size) if len(output) == len(site.output) else None
+            value = (graph.nodes[site.route.place], site.route.output)
+            found = route(value, graph)
+            if split is None or (found.steps is None) != (site.route.steps is None):
+                return None
+            weight = torch.Size(shapes(value[0])[value[1]])
+            moved[site] = replace(site, output=output, weight=weight, splits=(split,), route=found)
+        sites = {name: tuple(moved[site] for site in each) for name, each in self.sites.items()}
+        return replace(self, sites=sites, apart=_apart(sites, named))
 
     @cached_property
     def places(self) -> dict[int, list[Site]]:
@@ -91,9 +107,10 @@ def planned(
                 sites[name] = tuple(survey.above(graph.leaves[name], probe.leaves[name]))
             except _NotServed as error:
                 general[name] = str(error)
+        elif name in graph.leaves or name in probe.leaves:
+            general[name] = "some examples use it, and others do not"
     unused = tuple(name for name in named if name not in sites and name not in general)
-    apart = frozenset(name for name, each in sites.items() if _disjoint(each, named[name]))
-    return Plan(sites, general, unused, apart), survey.twins
+    return Plan(sites, general, unused, _apart(sites, named)), survey.twins
 
 
 class _Survey:
@@ -175,6 +192,10 @@ def _grown(shape: tuple[int, ...], other: tuple[int, ...], size: int, few: int) 
     if left or other[grown[0]] != share * few:
         raise _NotServed(_NO_AXIS)
     return grown[0], share
+
+
+def _apart(sites: Mapping[str, tuple[Site, ...]], named: Mapping[str, Tensor]) -> frozenset[str]:
+    return frozenset(name for name, each in sites.items() if _disjoint(each, named[name]))
 
 
 def _disjoint(sites: tuple[Site, ...], parameter: Tensor) -> bool:

@@ -66,7 +66,7 @@ class Scoring:
     def counted(self, batch: Batch) -> tuple[Batch, Tensor]:
         """The batch with the labels to score, and its pseudo-losses, (columns, batch). Call it once per batch."""
         self.doubts.turn()
-        form, index = batch.form, batch.index
+        shapes, index = batch.shapes, batch.index
         output = self.output(batch)
         if isinstance(output, Tensor):
             require_finite_output(output, batch, self.doubts)
@@ -90,10 +90,10 @@ class Scoring:
             losses.isfinite().all(),
             lambda _: DataError(f"batch {index}: {self.likelihood.name} gave a value that is not finite."),
         )
-        if form not in self._separate:
+        if shapes not in self._separate:
             self.doubts.settle()
             self._require_separate(batch, output, losses)
-            self._separate.add(form)
+            self._separate.add(shapes)
         self._count += self.likelihood.count(batch.size, batch.given)
         # Sums over rows, so that the data has one identity however it is cut or shuffled; squares bind what belongs
         # to one example together.
@@ -112,11 +112,10 @@ class Scoring:
         losses = self.losses(self.output(example), example)
         last = len(losses) - 1
         with backward(losses):
-            columns = [
-                torch.autograd.grad(loss.sum(), parameters, retain_graph=column < last, materialize_grads=True)
+            return [
+                differentiated(loss.sum(), parameters, example.index, retain=column < last)
                 for column, loss in enumerate(losses)
             ]
-        return [tuple(grad.to_dense() if grad.is_sparse else grad for grad in grads) for grads in columns]
 
     def source(self) -> Source:
         """Where what was computed from the batches counted, at the model's weights, came from."""
@@ -152,18 +151,26 @@ class Scoring:
         """Raise unless an example alone has the output it has in its batch."""
         n = batch.size - 1
         example = batch.example(n)
-        single = self.output(example)
-        alone = self.losses(single, example)[:, 0]  # raises where the batch of one has lost its axis
-        together, whole = losses[:, n], losses
-        if isinstance(output, Tensor):
-            alone, together, whole = single[0], output[n], output
-        distance, scale = (alone - together).detach().abs().max(), whole.detach().abs().max()
-        if not bool(distance <= tolerance(together) * scale):
+        try:
+            single = self.output(example)
+        except (RuntimeError, ValueError) as error:
             raise DataError(
-                f"batch {batch.index}: example {n} has another output alone than in its batch. Either examples see "
-                "each other (batch statistics, attention over the batch), or the model is random in evaluation mode, "
-                "or the first axis of the batch is not the examples (a time axis: move it with `forward=`)."
-            )
+                f"batch {batch.index}: the model takes the batch, and not its last example alone ({error}). Examples "
+                "that need each other (batch statistics in training mode) have no gradients of their own."
+            ) from error
+        alone = self.losses(single, example)[:, 0]  # raises where the batch of one has lost its axis
+        pairs = [("output", single[0], output[n], output)] if isinstance(output, Tensor) else []
+        if self.targets != "expected":  # whose pseudo-losses are made of the outputs alone
+            pairs.append(("loss", alone, losses[:, n], losses))
+        for what, apart, together, whole in pairs:
+            distance, scale = (apart - together).detach().abs().max(), whole.detach().abs().max()
+            if not bool(distance <= tolerance(together) * scale):
+                raise DataError(
+                    f"batch {batch.index}: example {n} has another {what} alone than in its batch. Either examples see "
+                    "each other (batch statistics, attention over the batch, a loss that compares them), or the model "
+                    "is random in evaluation mode, or the first axis of the batch is not the examples (a time axis: "
+                    "move it with `forward=`)."
+                )
 
     def _drawn(self, batch: Batch, output: Any) -> Batch:
         """The batch with labels drawn from the model. What was given says which count, and is where it came from."""
@@ -172,6 +179,22 @@ class Scoring:
 
     def _detached(self, output: Any) -> Tensor:
         return as_tensor(output, self.likelihood.name).detach()
+
+
+def differentiated(loss: Tensor, parameters: Sequence[Tensor], index: int, *, retain: bool) -> tuple[Tensor, ...]:
+    """Plain gradients, dense, zero where there are none. Every path ends here: what has no gradient here has none."""
+    try:
+        grads = torch.autograd.grad(loss, parameters, retain_graph=retain, materialize_grads=True)
+    except (RuntimeError, NotImplementedError) as error:
+        if "out of memory" in str(error):
+            raise
+        cure = (
+            "A reentrant checkpoint works with .backward() alone: use use_reentrant=False, or batch_sum_fisher."
+            if "checkpoint" in str(error).lower()
+            else "An operation of the model has no gradient: freeze what it is for, or give it one."
+        )
+        raise DataError(f"batch {index}: the model cannot be differentiated ({error}). {cure}") from error
+    return tuple(grad.to_dense() if grad.is_sparse else grad for grad in grads)
 
 
 def backward(losses: Tensor) -> torch.autocast:

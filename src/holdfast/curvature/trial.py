@@ -11,11 +11,11 @@ from torch.utils.checkpoint import CheckpointError
 
 from ..errors import CheckError
 from .batches import Batch
-from .forms import Limit
+from .forms import Form, Limit
 from .graph import Graph, tapped
 from .plan import Plan, Site, planned
 from .rules import RULES
-from .scores import Scoring, accumulators, backward, require_finite_scores, tolerance
+from .scores import Scoring, accumulators, backward, differentiated, require_finite_scores, tolerance
 from .squares import Squares
 
 _CHECKPOINTED = "activation checkpointing lets the inputs of operations be seen once, by the backward pass itself"
@@ -30,10 +30,11 @@ class Trial:
     ) -> None:
         self._scoring = scoring
         self._named = named
-        # The examples with most to say; one of them twice where two are the whole batch.
-        most = losses.detach().abs().sum(0).topk(2).indices.tolist()
+        # The two examples with most to say, in an order that is not sorted by anything; not as many as the batch has.
+        one, other = losses.detach().abs().sum(0).topk(2).indices.tolist()
         self._index = batch.index
-        few = batch.rows([*most, most[0]] if batch.size == 2 else most)
+        self._places = (0, 1, 0) if batch.size != 3 else (0, 1, 1, 0)
+        few = batch.rows([(one, other)[place] for place in self._places])
         self._losses = scoring.losses(scoring.output(few), few)
         self._graph = Graph(self._losses, named)
         self._plan, self._twins = planned(graph, self._graph, named, batch.size, few.size)
@@ -48,7 +49,7 @@ class Trial:
         weights = torch.arange(1, len(self._losses) + 1, dtype=self._losses.dtype, device=self._losses.device)
         plain = self._plain(weights)
         # What the graph does not show and yet has a gradient (a reentrant checkpoint) is left to the general path.
-        hidden = [name for name in self._plan.unused if plain[name].any()]
+        hidden = [name for name in self._plan.unused if plain.all[name].any()]
         plan = self._plan.without(dict.fromkeys(hidden, "it is used where the graph does not show it"))
         doubtful = {name for name, sites in plan.sites.items() if any(len(site.splits) > 1 for site in sites)}
         readings = []
@@ -74,7 +75,7 @@ class Trial:
                     reasons[name] = _ALIKE
             elif not answers[0].fine:
                 raise CheckError(
-                    f"the taps and plain autograd disagree on `{name}` for one example: the squares of its gradient "
+                    f"the taps and plain autograd disagree on `{name}`: the squares of its gradients for two examples "
                     f"differ by {answers[0].error:.2e}, of {answers[0].size:.2e} (operations: "
                     f"{', '.join(sorted({site.operation for site in plan.sites[name]}))}). Is there a rule of your own "
                     "in holdfast.curvature.RULES, or an operation that treats a batch unlike its examples? "
@@ -82,18 +83,20 @@ class Trial:
                 )
         return replace(plan, sites={**plan.sites, **sites}).without(reasons), keep
 
-    def _plain(self, weights: Tensor) -> dict[str, Tensor]:
-        """The first example's gradients by plain autograd, the columns weighted."""
+    def _plain(self, weights: Tensor) -> _Squared:
+        """The squares of the examples' gradients by plain autograd, the columns weighted."""
+        second, all_ = accumulators(self._named), accumulators(self._named)
         with backward(self._losses):
-            loss = torch.dot(weights, self._losses[:, 0])
-            parameters = list(self._named.values())
-            grads = torch.autograd.grad(loss, parameters, retain_graph=True, materialize_grads=True)
-        plain = {
-            name: grad.to_dense() if grad.is_sparse else grad for name, grad in zip(self._named, grads, strict=True)
-        }
-        require_finite_scores(plain, self._index, self._scoring.doubts)
+            for place in (0, 1):
+                loss = torch.dot(weights, self._losses[:, place])
+                grads = differentiated(loss, list(self._named.values()), self._index, retain=True)
+                for name, grad in zip(self._named, grads, strict=True):
+                    square = grad.to(all_[name].dtype).square()
+                    all_[name] += self._places.count(place) * square
+                    second[name] += square if place == 1 else 0
+        require_finite_scores(all_, self._index, self._scoring.doubts)
         self._scoring.doubts.settle()
-        return plain
+        return _Squared(second, all_)
 
 
 def _read(plan: Plan, twins: Mapping[Site, Site], reading: int) -> Plan:
@@ -107,6 +110,14 @@ def _read(plan: Plan, twins: Mapping[Site, Site], reading: int) -> Plan:
 
 
 @dataclass(frozen=True)
+class _Squared:
+    """The squares of the second example's gradients, and of all of them summed."""
+
+    second: dict[str, Tensor]
+    all: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
 class _Answer:
     """How a parameter's squares compare with plain autograd's: right, or off by how much; or why no rule gives them."""
 
@@ -117,12 +128,14 @@ class _Answer:
 
 
 def _answers(
-    plan: Plan, named: Mapping[str, Tensor], plain: Mapping[str, Tensor], loss: Tensor, graph: Graph, limit: Limit
+    plan: Plan, named: Mapping[str, Tensor], plain: _Squared, loss: Tensor, graph: Graph, limit: Limit
 ) -> dict[str, _Answer]:
-    """What the taps give for the first example, beside what plain autograd gives."""
-    total = accumulators({name: plain[name] for name in plan.sites})
-    squares = Squares(named, total, limit)
-    squares.begin(plan, graph)
+    """What the taps give for the few examples, beside what plain autograd gives."""
+    served = {name: named[name] for name in plan.sites}
+    ours = _Squared(accumulators(served), accumulators(served))
+    sums = [Squares(named, total, limit) for total in (ours.second, ours.all)]
+    for squares in sums:
+        squares.begin(plan, graph)
     # Of the precisions that gradients pass through: how far apart two right answers may be, and the last digit.
     loosest, digit = tolerance(loss), torch.finfo(loss.dtype).eps
     refused: dict[Site, str] = {}
@@ -135,21 +148,28 @@ def _answers(
             form = RULES[site.operation](call, call.rows(grad))
             if form is None:
                 refused[site] = f"the rule for {site.operation} does not cover this use"
+            elif not isinstance(form, Form) or form.shape != site.weight or form.examples != call.split.examples:
+                raise CheckError(
+                    f"the rule for {site.operation} must give one gradient of shape {tuple(site.weight)} for each of "
+                    f"{call.split.examples} examples, as Rows, Products or Lookup."
+                )
             else:
-                squares.take(site, form.only(0))
+                sums[0].take(site, form.only(1))
+                sums[1].take(site, form)
 
     tapped(loss, graph, plan.places, graph.lowest(plan.places), heard, retain=True)
-    squares.done()
-    squares.finish()
-    with torch.no_grad():
-        errors = _norms(found - plain[name].to(found.dtype).square() for name, found in total.items())
-        sizes = _norms(plain[name].to(found.dtype).square() for name, found in total.items())
-        # Gradients that are zero but for rounding (of an attention's key bias) agree in nothing else.
-        noise = (10 * digit * max(_norms(plain.values()))) ** 2
-    found = {}
-    for name, error, size in zip(total, errors, sizes, strict=True):
-        why = next((refused[site] for site in plan.sites[name] if site in refused), "")
-        found[name] = _Answer(error <= 2 * loosest * size + noise, error, size, why)
+    for squares in sums:
+        squares.done()
+        squares.finish()
+    # Gradients that are zero but for rounding (of an attention's key bias) agree in nothing else.
+    noise = (10 * digit) ** 2 * max(_norms(plain.all.values()))
+    found: dict[str, _Answer] = {}
+    for mine, theirs in ((ours.second, plain.second), (ours.all, plain.all)):
+        errors, sizes = _norms(mine[name] - theirs[name] for name in mine), _norms(theirs[name] for name in mine)
+        for name, error, size in zip(mine, errors, sizes, strict=True):
+            why = next((refused[site] for site in plan.sites[name] if site in refused), "")
+            answer = _Answer(error <= 2 * loosest * size + noise, error, size, why)
+            found[name] = answer if name not in found or found[name].fine else found[name]
     return found
 
 
