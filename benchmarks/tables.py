@@ -42,8 +42,8 @@ def pull(name: str) -> list[str]:
     ratios = found["ratio_to_floor"]
     speed = found["floor_bytes_per_second"] / 1e12
     return [
-        f"{found['device']}, {found['parameters'] / 1e6:.0f} M parameters, floor {found['milliseconds']['floor']:.2f} ms "
-        f"(20 bytes a parameter at {speed:.1f} TB/s):",
+        f"The pull of a diagonal on all parameters: {found['device']}, {found['parameters'] / 1e6:.0f} M, "
+        f"floor {found['milliseconds']['floor']:.2f} ms (20 bytes a parameter at {speed:.1f} TB/s):",
         "",
         "| | one fused pass | `torch._foreach` | autograd |",
         "|---|---|---|---|",

@@ -132,3 +132,32 @@ def test_models_spread_over_devices_are_held():
         assert handle.penalty == pytest.approx(expected, rel=1e-5)
         optimizer.step()
     torch.testing.assert_close(model.first.weight.cpu(), posterior.mean["first.weight"].cpu() + 1 - 0.1 * 2 / 4)
+
+
+@pytest.mark.parametrize("targets", ["observed", "sampled"])
+def test_peak_memory_is_the_plain_passes_and_the_result(targets):
+    torch.manual_seed(0)
+    layers = [nn.Linear(512, 512) for _ in range(12)]
+    model = nn.Sequential(*(part for layer in layers for part in (layer, nn.GELU())), nn.Linear(512, 1000)).cuda()
+    batches = [(torch.randn(32, 64, 512), torch.randint(0, 1000, (32, 64))) for _ in range(3)]
+    likelihood = holdfast.tokens(shift=False)
+
+    def peak(run):
+        run()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        run()
+        return torch.cuda.max_memory_allocated() - before
+
+    def plain():
+        for x, y in batches:
+            model.zero_grad()
+            likelihood.nll(model(x.cuda()), y.cuda()).sum().backward()
+        model.zero_grad()
+
+    result = 4 * sum(p.numel() for p in model.parameters())
+    layer = 4 * 32 * 64 * 1000  # the largest output
+    ours = peak(lambda: holdfast.diagonal_fisher(model, batches, likelihood, targets=targets))
+    assert ours <= peak(plain) + result + 2 * layer
+    assert 32 * result > 3 * (ours + result)  # batch × parameters would not fit

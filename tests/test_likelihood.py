@@ -11,6 +11,7 @@ import torch.nn.functional as F
 import holdfast
 from holdfast.errors import ArgumentError, DataError, HoldfastError
 from holdfast.likelihood import EXPECTED_UP_TO
+from holdfast.likelihood.base import draw_class
 
 BATCH = 6
 IGNORED = -100
@@ -405,3 +406,39 @@ def test_what_a_likelihood_cannot_do_is_refused_with_what_it_can(likelihood, ver
     arguments = (normal(2, 3, 4),) if verb == "root" else (normal(2, 3, 4), None, generator())
     with pytest.raises(ArgumentError, match=cure):
         getattr(likelihood, verb)(*arguments)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("logits", [[8.0, 0, 0, 0], [0, 0, -1, 6], [60.0, 1, 0, -1], [-1.0, 0, 1, 60], [0.0, 0, 0, 0]])
+def test_the_root_keeps_its_digits_where_the_model_is_certain(dtype, logits):
+    """diag(p) − ppᵀ, its diagonal p(1−p) taken from the small side."""
+    z = torch.tensor([logits], dtype=dtype)
+    root = holdfast.categorical.root(z)
+    assert root.shape == (3, 1, 4)
+    exact = z.double().softmax(-1)[0]
+    rest = torch.stack([exact[torch.arange(4) != c].sum() for c in range(4)])
+    found = torch.einsum("kni,knj->ij", root.double(), root.double())
+    within = 1e-12 if dtype == torch.float64 else 1e-5
+    torch.testing.assert_close(found.diagonal(), exact * rest, rtol=within, atol=0)
+    off = found - torch.diag(found.diagonal()) + torch.outer(exact, exact) - torch.diag(exact**2)
+    assert float(off.abs().max()) <= within * float((exact * rest).max())
+
+
+@pytest.mark.parametrize("height", [0.0, 0.5, 1 - 1e-9, 1 - 1e-17])
+@pytest.mark.parametrize("classes", [5, 1024, 2053, 5000])
+def test_an_impossible_class_is_never_drawn(classes, height):
+    z = torch.full((2, classes), -torch.inf)
+    z[0, 2:4], z[1, classes // 2] = 0.0, 0.0
+    drawn = draw_class(z, torch.full((2,), height, dtype=torch.float64)).tolist()
+    assert drawn[0] in (2, 3)
+    assert drawn[1] == classes // 2
+
+
+def test_classes_are_drawn_as_often_as_they_are_likely():
+    """Beyond one block of classes too."""
+    torch.manual_seed(0)
+    z = torch.randn(1, 3000)
+    counts = torch.bincount(draw_class(z.expand(200_000, -1), torch.rand(200_000, dtype=torch.float64)), minlength=3000)
+    expected = 200_000 * z[0].softmax(-1)
+    statistic = float(((counts - expected) ** 2 / expected).sum())
+    assert abs(statistic - 2999) < 5 * (2 * 2999) ** 0.5

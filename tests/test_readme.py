@@ -1,6 +1,8 @@
 """The README's programs, run as they stand."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import torch
@@ -38,3 +40,40 @@ def test_it_is_short_and_names_only_what_exists():
     assert len(README.splitlines()) <= 200
     for name in set(re.findall(r"holdfast\.([a-z_]+)\(", README)):
         assert hasattr(holdfast, name), name
+
+
+def test_the_programs_of_the_curvature_page_run_and_print_what_it_says(capsys):
+    page = (Path(__file__).parent.parent / "docs" / "curvature.md").read_text(encoding="utf-8")
+    first, second = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    (printed,) = re.findall(r"```\n([^`]*?entries by taps\n)```", page, flags=re.DOTALL)
+    names = {}
+    exec(first, names)
+    assert capsys.readouterr().out == printed
+    try:
+        exec(second, names)
+
+        class Warped(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.weight, self.head = nn.Parameter(torch.randn(3)), nn.Linear(3, 2)
+
+            def forward(self, x):
+                return self.head(names["Warp"].apply(x, self.weight))
+
+        found = holdfast.coverage(Warped(), names["loader"], holdfast.categorical)
+        assert found.tapped["weight"] == ("Warp",)
+    finally:
+        holdfast.curvature.RULES.pop("WarpBackward", None)
+
+
+def test_the_tables_are_those_of_the_results():
+    root = Path(__file__).parent.parent
+    page = (root / "docs" / "curvature.md").read_text(encoding="utf-8")
+    printed = subprocess.run(
+        [sys.executable, root / "benchmarks" / "tables.py"],
+        capture_output=True,
+        text=True,
+        check=True,
+        encoding="utf-8",
+    )
+    assert printed.stdout.strip() in page

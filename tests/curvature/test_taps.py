@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import holdfast
 from holdfast.curvature import engine, trial
@@ -58,6 +59,9 @@ LAYERS = {
     "conv2d of one pixel": (lambda: nn.Conv2d(3, 4, 1, stride=2), (3, 6, 6)),
     "conv2d of many channels": (lambda: nn.Conv2d(18, 20, 3, stride=2, padding=1, dilation=2), (18, 9, 8)),
     "conv2d of many channels in groups": (lambda: nn.Conv2d(36, 6, (3, 2), groups=2), (36, 5, 5)),
+    "conv2d over all of an image": (lambda: nn.Conv2d(3, 4, 6), (3, 6, 6)),
+    "conv2d over all of an image, in groups": (lambda: nn.Conv2d(36, 4, (5, 5), groups=2), (36, 5, 5)),
+    "squeezed and excited": (lambda: nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Conv2d(4, 3, 1)), (4, 5, 5)),
     "conv3d": conv(nn.Conv3d, 2, 5, 6, 5, stride=(1, 2, 1), padding=(0, 1, 1), dilation=(1, 1, 2)),
     "transposed conv1d": conv(nn.ConvTranspose1d, 2, 6, stride=2, output_padding=1),
     "transposed conv2d": conv(nn.ConvTranspose2d, 4, 5, 4, stride=2, padding=1, dilation=(1, 2), groups=2),
@@ -437,6 +441,38 @@ def test_examples_that_are_nearly_all_alike_are_told_apart():
     fisher = holdfast.diagonal_fisher(model, [batch], holdfast.categorical, targets="observed")
     exact = squares_loop(model, batch, holdfast.categorical.nll)
     assert max(relative_errors(fisher.entries, exact).values()) <= 1e-9
+
+
+class Largest(TorchDispatchMode):
+    """The most entries that any tensor made inside has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entries = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        fresh = found if isinstance(found, Tensor) and not func.is_view else torch.empty(0)
+        self.entries = max(self.entries, fresh.numel())
+        return found
+
+
+@pytest.mark.parametrize("targets", ["observed", "expected"])
+@pytest.mark.parametrize("name", ["linear", "linear over a sequence", "conv2d of many channels", "transformer encoder"])
+def test_gradients_are_never_written_out_for_a_whole_batch(name, targets):
+    """No tensor of batch × parameter: nothing is larger than the parameter, the batch's activations or its patches."""
+    model, batch = case(name, torch.float32, size=300)
+    model.eval()
+    with Largest() as plain:
+        holdfast.categorical.nll(model(batch[0]), batch[1]).sum().backward()
+    with Largest() as ours:
+        holdfast.diagonal_fisher(model, [batch], holdfast.categorical, targets=targets, memory=1 << 14)
+    assert ours.entries <= 2 * max(plain.entries, batch[0].numel())
+    with Largest() as written:
+        torch.func.vmap(
+            torch.func.grad(lambda params, x: torch.func.functional_call(model, params, (x[None],)).sum()), (None, 0)
+        )(dict(model.named_parameters()), batch[0])
+    assert name == "linear" or ours.entries < written.entries  # which this would see
 
 
 def test_nothing_of_a_graph_outlives_its_batch(monkeypatch):

@@ -1,4 +1,4 @@
-"""The diagonal Fisher of models too large, or too spread out, for taps: squares of whole batches' gradients."""
+"""The diagonal Fisher of models too large for taps: squares of whole batches' gradients."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ def batch_sum_fisher(
     """An unbiased estimate of the diagonal Fisher from gradients of whole batches: E[(Σₙ sₙ ∇nllₙ)²] = Σₙ E[(∇nllₙ)²].
 
     Scores under labels drawn from the model have mean zero, so that the cross terms of a square average out (sₙ = 1);
-    under the data's labels, random signs sₙ do the same. It takes `.backward()` and `.grad`, and so works under
-    activation checkpointing and on sharded models. An entry's relative error is about √(2/m) for m squares: give many
-    small batches, or several `draws` of each. `diagonal_fisher` is exact where it can be had.
+    under the data's labels, random signs sₙ do the same. It takes `.backward()` and `.grad` alone, and so works under
+    activation checkpointing of either kind. An entry's relative error is about √(2/m) for m squares: give many small
+    batches, or several `draws` of each. `diagonal_fisher` is exact where it can be had.
 
     The standard errors take the sum over a batch for normal, whose square has variance 2/3 of its mean square; for
     batches of a few examples they are rough.

@@ -43,7 +43,7 @@ class Pass:
 
         def heard(place: int, grad: Tensor) -> None:
             sites = places[place]
-            rows = sites[0].splits[0].rows(grad)
+            rows = sites[0].split.rows(grad)
             for site in sites:
                 form = RULES[site.operation](site.call(self.graph), rows)
                 if form is None or form.examples != self.batch.size or form.shape != site.weight:
@@ -88,18 +88,18 @@ class Engine:
         if plan is None:
             trial = Trial(self._scoring, self._named, batch, losses, graph)
             del losses, graph  # a batch's graph is large: it makes room for the check, and is made again
-            plan, settled = trial.checked(self.limit)
+            plan = trial.checked(self.limit)
             del trial
             losses = self._scoring.losses(self._scoring.output(batch), batch)
             graph = Graph(losses, self._named)
             plan = replace(plan, lowest=graph.lowest(plan.places))
-            plans += [plan] if settled else []
+            plans.append(plan)
         return Pass(batch, losses, graph, plan)
 
     def scores(self, made: Pass) -> Iterator[Scores]:
         """What the taps leave: scores of the other parameters, a few examples at a time."""
         rest = {name: self._named[name] for name in self._named if name in made.plan.general}
-        return self._general.scores(made.batch, rest, made.graph) if rest else iter(())
+        return self._general.scores(made.batch, rest, made.losses, made.graph) if rest else iter(())
 
 
 def _said(form: Form) -> str:

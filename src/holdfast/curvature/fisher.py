@@ -15,7 +15,8 @@ from ..precision.base import require_dense
 from ..untouched import untouched
 from .batches import Forward, read
 from .engine import MEMORY, Engine
-from .scores import Scoring, Targets, accumulation, accumulators, backward, require_finite_scores
+from .forms import wide
+from .scores import Scoring, Targets, accumulators, backward, require_finite_scores
 from .squares import Squares
 
 
@@ -82,7 +83,7 @@ def dense_fisher(
     size = sum(parameter.numel() for parameter in named.values())
     require_dense(size)
     like = next(iter(named.values()))
-    total = torch.zeros(size, size, dtype=accumulation(like), device=like.device)
+    total = torch.zeros(size, size, dtype=wide(like), device=like.device)
     scoring = Scoring(model, likelihood, targets, seed, forward)
     with untouched(model):
         for batch in read(batches, model):

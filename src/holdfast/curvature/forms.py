@@ -22,19 +22,17 @@ _CACHED = 4 << 20
 
 @dataclass(frozen=True)
 class Limit:
-    """How many bytes temporaries may take."""
+    """How many bytes the gradients of single examples may take at once."""
 
     bytes: int
 
-    def examples(self, entries: int, what: str) -> int:
-        """How many examples' gradients of `entries` float32 numbers fit."""
-        fit = self.bytes // max(1, 4 * entries)
-        if fit < 1:
+    def examples(self, each: int, what: str) -> int:
+        """How many examples fit that take `each` bytes."""
+        if each > self.bytes:
             raise ArgumentError(
-                f"memory={self.bytes} is too small for one example: the gradient of {what} alone takes {4 * entries} "
-                f"bytes. Give memory={4 * entries} or more."
+                f"memory={self.bytes} is too small for one example: {what} takes {each} bytes. Give as many, or more."
             )
-        return fit
+        return self.bytes // max(1, each)
 
 
 class Form(abc.ABC):
@@ -55,9 +53,9 @@ class Form(abc.ABC):
     def with_more(self, others: Sequence[Form]) -> Form | None:
         """The form of the sum with others of the same weight, if it has one."""
 
-    def add_squares_(self, total: Tensor, limit: Limit) -> None:
-        """Add Σₙ Gₙ² to a total of the same shape."""
-        step = limit.examples(self.shape.numel(), "a parameter")
+    def add_squares_(self, total: Tensor, limit: Limit, name: str = "a parameter") -> None:
+        """Add Σₙ Gₙ² to a total of the same shape; `name` is for errors."""
+        step = limit.examples(self.shape.numel() * total.element_size(), f"the gradient of {name}")
         for start in range(0, self.examples, step):
             scores = self.scores(start, min(start + step, self.examples))
             total += scores.to(total.dtype).square().sum(0)
@@ -87,7 +85,7 @@ class Rows(Form):
         rows = [other.rows for other in others if isinstance(other, Rows)]
         return Rows(sum(rows, self.rows)) if len(rows) == len(others) else None
 
-    def add_squares_(self, total: Tensor, limit: Limit) -> None:
+    def add_squares_(self, total: Tensor, limit: Limit, name: str = "a parameter") -> None:
         total += self.rows.to(total.dtype).square().sum(0)
 
 
@@ -107,7 +105,7 @@ class Lookup(Form):
         count, (rows, width) = stop - start, self.shape
         values = self.values[start:stop]
         flat = self.indices[start:stop] + rows * torch.arange(count, device=values.device).unsqueeze(1)
-        found = values.new_zeros(count * rows, width, dtype=_wide(values))
+        found = values.new_zeros(count * rows, width, dtype=wide(values))
         found.index_add_(0, flat.flatten(), values.flatten(0, 1).to(found.dtype))
         return found.view(count, rows, width)
 
@@ -125,7 +123,7 @@ class Lookup(Form):
             values=torch.cat([self.values, *(other.values for other in same)], 1),
         )
 
-    def add_squares_(self, total: Tensor, limit: Limit) -> None:
+    def add_squares_(self, total: Tensor, limit: Limit, name: str = "a parameter") -> None:
         # A row used twice by an example has its gradients summed first: one bin per example and row that occurs.
         batch, positions = self.indices.shape
         bins = self.indices + self.shape[0] * torch.arange(batch, device=self.indices.device).unsqueeze(1)
@@ -164,7 +162,7 @@ class Products(Form):
 
     def scores(self, start: int, stop: int) -> Tensor:
         left, right = self.part(start, stop)
-        return (left.mT.to(_wide(left)) @ right.to(_wide(right))).reshape(stop - start, *self.shape)
+        return (left.mT.to(wide(left)) @ right.to(wide(right))).reshape(stop - start, *self.shape)
 
     def only(self, example: int) -> Products:
         left, right = self.part(example, example + 1)
@@ -183,15 +181,15 @@ class Products(Form):
         positions = sum(each.positions for each in every)
         return replace(self, part=part, positions=positions, share=sum(each.share for each in every))
 
-    def add_squares_(self, total: Tensor, limit: Limit) -> None:
+    def add_squares_(self, total: Tensor, limit: Limit, name: str = "a parameter") -> None:
         shape = (self.groups, self.rows, self.columns)
         turned = self.groups == 1 and total.ndim == 2 and not total.is_contiguous() and total.mT.is_contiguous()
         if turned:  # the transposed products into the transposed total
             total, shape = total.mT, (1, self.columns, self.rows)
-        entries = self.groups * self.rows * self.columns
-        step = limit.examples(entries + self.share // 4, "a parameter")
+        each = self.groups * self.rows * self.columns * total.element_size() + self.share
+        step = limit.examples(each, f"the gradient of {name}")
         if total.device.type == "cpu":  # temporaries that stay in the cache
-            step = max(1, min(step, _CACHED // (4 * entries + self.share)))
+            step = max(1, min(step, _CACHED // each))
         into = total.view(shape) if total.is_contiguous() else total.new_zeros(shape)
         for start in range(0, self.examples, step):
             left, right = self.part(start, min(start + step, self.examples))
@@ -237,21 +235,22 @@ class Shifted(Form):
 
         return replace(self, pieces=tuple(joined(place) for place in range(len(self.pieces))))
 
-    def add_squares_(self, total: Tensor, limit: Limit) -> None:
+    def add_squares_(self, total: Tensor, limit: Limit, name: str = "a parameter") -> None:
         flat = total.view(*self.shape[:2], len(self.pieces))
         for place, piece in enumerate(self.pieces):
             squares = total.new_zeros(self.shape[:2])
-            piece().add_squares_(squares, limit)
+            piece().add_squares_(squares, limit, name)
             flat[..., place] += squares
 
 
 def add_outer_(total: Tensor, left: Tensor, right: Tensor) -> None:
     """Add Σₙ leftₙ rightₙᵀ for sides of one position: (batch, groups, 1, rows) and (…, columns)."""
-    if left.shape[1] == 1:
-        (total if total.ndim == 2 else total[0]).addmm_(left.flatten(1).T, right.flatten(1))
+    if left.shape[1] == 1 and total.ndim == 2:
+        total.addmm_(left.flatten(1).T, right.flatten(1))
     else:
         total += torch.einsum("ngtr,ngtc->grc", left, right).reshape(total.shape)
 
 
-def _wide(tensor: Tensor) -> torch.dtype:
+def wide(tensor: Tensor) -> torch.dtype:
+    """The dtype to add up in: float32 at least, because half precision stops growing after a few hundred terms."""
     return torch.promote_types(tensor.dtype, torch.float32)

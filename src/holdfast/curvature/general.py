@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from ..params import some
 from .batches import Batch
 from .forms import Limit
 from .graph import Graph, shapes
@@ -30,19 +31,18 @@ class General:
         self._limit = limit
         self._at_once: dict[Any, bool] = {}
 
-    def scores(self, batch: Batch, named: Mapping[str, Tensor], graph: Graph) -> Iterator[Scores]:
+    def scores(self, batch: Batch, named: Mapping[str, Tensor], losses: Tensor, graph: Graph) -> Iterator[Scores]:
         """The scores of every example of a batch."""
         case = (batch.shapes, tuple(named))
-        first = self._one(batch.example(0), named)
-        columns = next(iter(first.values())).shape[1]
         entries = sum(parameter.numel() for parameter in named.values())
         activations = sum(_numel(shape) for node in graph.nodes for shape in shapes(node)) // batch.size
-        step = self._limit.examples(columns * entries + 2 * activations, _named(named))
-        if batch.size > 2 and self._at_once.get(case, True):
-            found = self._many(batch, 0, 2, named)
-            self._at_once[case] = found is not None and all(
-                _agree(scores[:1], first[name]) for name, scores in found.items()
-            )
+        size = max(parameter.element_size() for parameter in named.values())
+        each = size * (len(losses) * entries + 2 * activations)
+        step = self._limit.examples(each, f"an example, with its gradients of {some(list(named))} and its activations,")
+        if batch.size > 2 and case not in self._at_once:
+            agreed = self._agreed(batch, named, losses.detach().abs().sum(0).topk(2).indices.tolist())
+            if agreed is not None:
+                self._at_once[case] = agreed
         start = 0
         while start < batch.size:
             found = None
@@ -54,6 +54,17 @@ class General:
             yield found
             start = stop
 
+    def _agreed(self, batch: Batch, named: Mapping[str, Tensor], examples: list[int]) -> bool | None:
+        """Whether torch.func gives what plain autograd does; None where a gradient of zero leaves it open."""
+        found = self._many(batch.rows(examples), 0, len(examples), named)
+        if found is None:
+            return False
+        alone = [self._one(batch.example(n), named) for n in examples]
+        plain = {name: torch.cat([each[name] for each in alone]) for name in named}
+        if not all(_agree(found[name], plain[name]) for name in named):
+            return False
+        return True if all(bool(each.any()) for each in plain.values()) else None
+
     def _one(self, example: Batch, named: Mapping[str, Tensor]) -> Scores:
         columns = self._scoring.of_example(example, list(named.values()))
         return {
@@ -64,8 +75,9 @@ class General:
         parts = (batch.content, batch.inputs, batch.target)
         leaves, form = tree_flatten(parts)
         rowed = [isinstance(leaf, Tensor) and leaf.ndim > 0 for leaf in leaves]
-        if any(isinstance(leaf, str) for leaf in leaves):
-            return None
+        one = batch.example(0)
+        if tree_flatten((one.content, one.inputs, one.target))[1] != form:
+            return None  # lists with an element for each example
         runner = _Runner(self._scoring)
         names = _runner_names(runner, named)
 
@@ -83,7 +95,7 @@ class General:
             with warnings.catch_warnings(), torch.no_grad(), backward(next(iter(named.values()))):
                 warnings.simplefilter("ignore")  # torch.func says which operations it batches slowly
                 found = torch.func.vmap(torch.func.jacrev(losses), in_dims=(None, 0))(params, rows)
-        except (RuntimeError, ValueError, TypeError, NotImplementedError):
+        except Exception:  # what torch.func cannot do is done one by one, and fails there if it must
             return None
         return {name: found[names[name]] for name in named}
 
@@ -113,8 +125,3 @@ def _agree(many: Tensor, one: Tensor) -> bool:
 
 def _numel(shape: tuple[int, ...]) -> int:
     return torch.Size(shape).numel()
-
-
-def _named(named: Mapping[str, Tensor]) -> str:
-    first = next(iter(named))
-    return f"`{first}`" + (f" and {len(named) - 1} more" if len(named) > 1 else "")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -16,25 +15,26 @@ from .graph import Graph, Value, shapes
 from .routes import Route, route
 from .rules import RULES, Call, Split
 
-_FLATTENING = ("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0")
+_PARTING = ("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0")
+_MOVING = ("Index", "Gather", "Scatter", "MaskedSelect", "Sort", "Topk", "Flip", "Roll", "Take")
 _NO_AXIS = "its output has no one axis for the examples"
 
 
 @dataclass(frozen=True)
 class Site:
-    """A place where a weight meets the examples. `splits` are the ways in which its output may hold them."""
+    """A place where a weight meets the examples; `split` says where in the operation's output they are."""
 
     place: int  # of the operation's node in the graph
     operation: str
     slot: int
     weight: torch.Size
     output: torch.Size
-    splits: tuple[Split, ...]
+    split: Split
     route: Route
 
     def call(self, graph: Graph) -> Call:
         """The operation as it was called in a pass."""
-        return Call(graph.nodes[self.place], self.slot, self.weight, self.splits[0], self.output)
+        return Call(graph.nodes[self.place], self.slot, self.weight, self.split, self.output)
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,8 @@ class Plan:
         """Whether another pass of the same structure has the same sizes where it matters."""
         return all(
             shapes(graph.nodes[place])[0] == site.output
-            and shapes(graph.nodes[site.route.place])[site.route.output] == site.weight
-            and site.splits[0].examples == size
+            and site.split.examples == size
+            and site.route.leads_the_same_way(graph, site.weight)
             for place, sites in self.places.items()
             for site in sites
         )
@@ -65,13 +65,13 @@ class Plan:
         moved: dict[Site, Site] = {}
         for site in (site for sites in self.places.values() for site in sites):
             output = torch.Size(shapes(graph.nodes[site.place])[0])
-            split = site.splits[0].resized(output, size) if len(output) == len(site.output) else None
+            split = site.split.resized(output, size) if len(output) == len(site.output) else None
             value = (graph.nodes[site.route.place], site.route.output)
             found = route(value, graph)
             if split is None or (found.steps is None) != (site.route.steps is None):
                 return None
             weight = torch.Size(shapes(value[0])[value[1]])
-            moved[site] = replace(site, output=output, weight=weight, splits=(split,), route=found)
+            moved[site] = replace(site, output=output, weight=weight, split=split, route=found)
         sites = {name: tuple(moved[site] for site in each) for name, each in self.sites.items()}
         return replace(self, sites=sites, apart=_apart(sites, named))
 
@@ -146,41 +146,45 @@ class _Survey:
             elif node.name() not in RULES:
                 raise _NotServed(f"there is no rule for {node.name()}")
             else:
-                splits = _splits(self._graph, self._probe, node, twin, self._size, self._few)
-                site = _site(self._graph, value, node, slot, splits)
-                splits = tuple(replace(split, examples=self._few) for split in splits)
-                self.twins[site] = _site(self._probe, other, twin, slot, splits)
+                if any(meta.dtype.is_complex for meta in node._input_metadata) or _dtype(value).is_complex:
+                    raise _NotServed("it meets the examples as a complex number")
+                split = _split(self._graph, self._probe, node, twin, self._size, self._few)
+                site = _site(self._graph, value, node, slot, split)
+                self.twins[site] = _site(self._probe, other, twin, slot, replace(split, examples=self._few))
                 found.append(site)
         return found
 
 
-def _site(graph: Graph, value: Value, node: Node, slot: int, splits: tuple[Split, ...]) -> Site:
+def _site(graph: Graph, value: Value, node: Node, slot: int, split: Split) -> Site:
     weight, output = torch.Size(shapes(value[0])[value[1]]), torch.Size(shapes(node)[0])
-    return Site(graph.places[node], node.name(), slot, weight, output, splits, route(value, graph))
+    return Site(graph.places[node], node.name(), slot, weight, output, split, route(value, graph))
 
 
-def _splits(graph: Graph, probe: Graph, node: Node, twin: Node, size: int, few: int) -> tuple[Split, ...]:
-    """The ways in which an output can hold the examples, told by the one axis that grows with their number."""
+def _split(graph: Graph, probe: Graph, node: Node, twin: Node, size: int, few: int) -> Split:
+    """Where an output holds the examples, told by the one axis that grows with their number."""
     axis, share = _grown(shapes(node)[0], shapes(twin)[0], size, few)
-    if share == 1:
-        return (Split(axis, 1, size, 1),)
-    # Flattened with the positions. Where the rows are parted again, the parts say which way they lie.
-    rows, other_rows = size * share, few * share
-    while axis == 0 and node.name() not in _FLATTENING:
+    if share == 1 or node.name() == "RepeatBackward0":  # whose copies stand one behind the other
+        return Split(axis, 1, size, share)
+    # Flattened with the positions. Where the rows are parted again, the parts say which way they lie; rows that are
+    # moved, or never parted, could be anybody's.
+    before = math.prod(shapes(node)[0][:axis])
+    while node.name() not in _PARTING:
         users, others = graph.consumers.get((node, 0), []), probe.consumers.get((twin, 0), [])
         if not users or [user.name() for user, _ in users] != [user.name() for user, _ in others]:
             break
-        parting = next((at for at, (user, _) in enumerate(users) if user.name() in _FLATTENING), 0)
-        node, twin = users[parting][0], others[parting][0]
-        if node.name() not in _FLATTENING and (shapes(node)[0][:1], shapes(twin)[0][:1]) != ((rows,), (other_rows,)):
+        at = next((at for at, (user, _) in enumerate(users) if user.name() in _PARTING), 0)
+        node, twin = users[at][0], others[at][0]
+        if any(word in node.name() for word in _MOVING):
             break
-    if node.name() in _FLATTENING:
-        with contextlib.suppress(_NotServed):
-            inside, rest = _grown(shapes(node)[0], shapes(twin)[0], size, few)
-            outer = math.prod(shapes(node)[0][:inside])
-            if rest == 1 and share % outer == 0:
-                return (Split(axis, outer, size, share // outer),)
-    return tuple(Split(axis, outer, size, share // outer) for outer in (1, share))
+        sizes = (shapes(each)[0][axis : axis + 1] for each in (node, twin))
+        if node.name() not in _PARTING and tuple(sizes) != ((size * share,), (few * share,)):
+            break
+    if node.name() in _PARTING:
+        inside, rest = _grown(shapes(node)[0], shapes(twin)[0], size, few)
+        outer, left = divmod(math.prod(shapes(node)[0][:inside]), before)
+        if rest == 1 and not left and outer and share % outer == 0:
+            return Split(axis, outer, size, share // outer)
+    raise _NotServed("its rows hold positions of the examples, in an order that the graph does not show")
 
 
 def _grown(shape: tuple[int, ...], other: tuple[int, ...], size: int, few: int) -> tuple[int, int]:
@@ -192,6 +196,12 @@ def _grown(shape: tuple[int, ...], other: tuple[int, ...], size: int, few: int) 
     if left or other[grown[0]] != share * few:
         raise _NotServed(_NO_AXIS)
     return grown[0], share
+
+
+def _dtype(value: Value) -> torch.dtype:
+    variable = getattr(value[0], "variable", None)
+    found: torch.dtype = value[0]._input_metadata[value[1]].dtype if variable is None else variable.dtype
+    return found
 
 
 def _apart(sites: Mapping[str, tuple[Site, ...]], named: Mapping[str, Tensor]) -> frozenset[str]:

@@ -31,6 +31,14 @@ class Route:
         """Equal for the routes on which the gradients of a parameter's uses can be joined."""
         return (self.place, self.output) if self.steps is None else self.steps
 
+    def leads_the_same_way(self, graph: Graph, weight: torch.Size) -> bool:
+        """Whether in another graph of the same structure the same part of the parameter is used."""
+        value = (graph.nodes[self.place], self.output)
+        if shapes(value[0])[self.output] != weight:
+            return False
+        fixed = self.steps is None or all(step[0] in ("same", "transposed") for step in self.steps)
+        return fixed or route(value, graph).steps == self.steps
+
     def view(self, tensors: Tensor) -> Tensor:
         """The weight's part of tensors shaped like the parameter, with one axis in front."""
         for step in self.steps or ():

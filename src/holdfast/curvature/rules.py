@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from .forms import Form, Lookup, Products, Rows, Shifted
+from .forms import Form, Lookup, Products, Rows, Shifted, wide
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def reduced(rows: Tensor, shape: torch.Size) -> Rows | None:
         return None
     missing = [1 + extra + i for i, size in enumerate(shape) if size == 1 and rows.shape[1 + extra + i] != 1]
     axes = [axis for axis in (*range(1, 1 + extra), *missing) if rows.shape[axis] > 1]
-    summed = rows.sum(axes, dtype=_wide(rows)) if axes else rows.to(_wide(rows))
+    summed = rows.sum(axes, dtype=wide(rows)) if axes else rows.to(wide(rows))
     return Rows(summed.reshape(len(rows), *shape))
 
 
@@ -253,14 +253,10 @@ def repetition(call: Call, grad: Tensor) -> Form | None:
 
 def _by_channel(grad: Tensor) -> Tensor:
     """(batch, share, channels, *space) summed to (batch, channels)."""
-    return grad.sum([axis for axis in range(1, grad.ndim) if axis != 2], dtype=_wide(grad))
+    return grad.sum([axis for axis in range(1, grad.ndim) if axis != 2], dtype=wide(grad))
 
 
 def _window(call: Call, placed: Tensor, offset: tuple[int, ...]) -> tuple[slice, ...]:
     """Where an entry of the kernel lay, over all the places where the kernel was put."""
     axes = zip(offset, placed.shape[3:], call.saved("stride"), call.saved("dilation"), strict=True)
     return tuple(slice(at * gap, at * gap + (count - 1) * step + 1, step) for at, count, step, gap in axes)
-
-
-def _wide(tensor: Tensor) -> torch.dtype:
-    return torch.promote_types(tensor.dtype, torch.float32)

@@ -17,6 +17,7 @@ from ..params import all_parameters, some
 from ..precision import Source
 from .batches import Batch, Forward, require_finite_output, run
 from .doubts import Doubts
+from .forms import wide
 
 Targets = Literal["expected", "sampled", "observed"]
 
@@ -203,13 +204,8 @@ def backward(losses: Tensor) -> torch.autocast:
 
 
 def accumulators(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Zeros to sum into: float32 at least, because half precision stops growing after a few hundred terms."""
-    return {name: torch.zeros_like(p, dtype=accumulation(p), requires_grad=False) for name, p in named.items()}
-
-
-def accumulation(tensor: Tensor) -> torch.dtype:
-    """The dtype that sums over examples are kept in."""
-    return torch.promote_types(tensor.dtype, torch.float32)
+    """Zeros to sum into."""
+    return {name: torch.zeros_like(p, dtype=wide(p), requires_grad=False) for name, p in named.items()}
 
 
 def require_finite_scores(total: Mapping[str, Tensor], index: int, doubts: Doubts) -> None:

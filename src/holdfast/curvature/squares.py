@@ -31,7 +31,7 @@ class Squares:
         self._names: dict[Site, list[str]] = {}
         self._plan: Plan | None = None
         self._waiting: dict[str, dict[Site, Form]] = {}
-        self._rank_one: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
+        self._rank_one: dict[tuple[str, Any], tuple[Tensor, Tensor, Tensor]] = {}
         self._rows: list[tuple[Tensor, Tensor]] = []
         self._entries = 0
 
@@ -85,12 +85,12 @@ class Squares:
         elif isinstance(form, Products) and form.positions == 1:
             # The columns of an exact Fisher share their inputs, so their squared gradients are summed first.
             left, right = (side.to(total.dtype).square() for side in form.part(0, form.examples))
-            if name in self._rank_one:
-                _, before, after = self._rank_one[name]
+            if key in self._rank_one:
+                _, before, after = self._rank_one[key]
                 left, right = (left, right + after) if form.inputs_left else (left + before, right)
-            self._rank_one[name] = (total, left, right)
+            self._rank_one[key] = (total, left, right)
         else:
-            form.add_squares_(total, self._limit)
+            form.add_squares_(total, self._limit, f"`{name}`")
 
     def _add_rows(self) -> None:
         """Many small tensors, with few calls."""
@@ -117,7 +117,7 @@ class Squares:
         parameter, total = self._named[name], self._total[name]
         size = joined[0][1].examples
         entries = parameter.numel() + sum(form.shape.numel() for _, form in joined)
-        step = self._limit.examples(entries, f"`{name}`")
+        step = self._limit.examples(entries * total.element_size(), f"the gradient of `{name}`, used more than once,")
         for start in range(0, size, step):
             stop = min(start + step, size)
             scores = sum(

@@ -1,12 +1,14 @@
-"""The first batch of a form: find out what serves which parameter, and check it on an example done the plain way."""
+"""The first batch of its kind: find out what serves which parameter, and check it on examples done the plain way."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointError
 
 from ..errors import CheckError
@@ -19,11 +21,10 @@ from .scores import Scoring, accumulators, backward, differentiated, require_fin
 from .squares import Squares
 
 _CHECKPOINTED = "activation checkpointing lets the inputs of operations be seen once, by the backward pass itself"
-_ALIKE = "the examples cannot be told apart from the positions"
 
 
 class Trial:
-    """A plan for batches of a form, not yet checked; it keeps a few examples run apart, and nothing of their batch."""
+    """A plan not yet checked; it keeps a few examples that were run apart, and nothing of their batch."""
 
     def __init__(
         self, scoring: Scoring, named: Mapping[str, Tensor], batch: Batch, losses: Tensor, graph: Graph
@@ -35,53 +36,43 @@ class Trial:
         self._index = batch.index
         self._places = (0, 1, 0) if batch.size != 3 else (0, 1, 1, 0)
         few = batch.rows([(one, other)[place] for place in self._places])
+        self._picks = _Picks()
+        with self._picks:
+            scoring.output(few)
         self._losses = scoring.losses(scoring.output(few), few)
         self._graph = Graph(self._losses, named)
         self._plan, self._twins = planned(graph, self._graph, named, batch.size, few.size)
 
-    def checked(self, limit: Limit) -> tuple[Plan, bool]:
-        """The plan, if for one example it gives what plain autograd does, and whether it may be kept.
-
-        Where an output can be read in two ways (rows by example, then position, or the other way round), the check
-        decides; where it does not, the parameter is left to the general path.
-        """
+    def checked(self, limit: Limit) -> Plan:
+        """The plan, if for a few examples it gives what plain autograd does."""
         # Unequal weights: the columns of an exact Fisher can add up to zero.
         weights = torch.arange(1, len(self._losses) + 1, dtype=self._losses.dtype, device=self._losses.device)
         plain = self._plain(weights)
-        # What the graph does not show and yet has a gradient (a reentrant checkpoint) is left to the general path.
+        # What has a gradient, and the graph does not show it, is left to the general path.
         hidden = [name for name in self._plan.unused if plain.all[name].any()]
         plan = self._plan.without(dict.fromkeys(hidden, "it is used where the graph does not show it"))
-        doubtful = {name for name, sites in plan.sites.items() if any(len(site.splits) > 1 for site in sites)}
-        readings = []
+        if self._picks.by:
+            why = f"the model picks rows by their content ({self._picks.by}), so they could be any example's"
+            return plan.without(dict.fromkeys(plan.sites, why))
+        if not plan.sites:
+            return plan
+        twin = replace(plan, sites={name: tuple(self._twins[s] for s in sites) for name, sites in plan.sites.items()})
         with backward(self._losses):
             loss = (weights.unsqueeze(1) * self._losses).sum()
-            for reading in range(2 if doubtful else 1 if plan.sites else 0):
-                twin = _read(plan, self._twins, reading)
-                try:
-                    readings.append(_answers(twin, self._named, plain, loss, self._graph, limit))
-                except CheckpointError:
-                    return plan.without(dict.fromkeys(plan.sites, _CHECKPOINTED)), True
-        sites, reasons, keep = {}, {}, True
-        for name in plan.sites:
-            answers = [found[name] for found in readings]
-            if answers[0].refused:
-                reasons[name] = answers[0].refused
-            elif name in doubtful:
-                fitting = [reading for reading, answer in enumerate(answers) if answer.fine]
-                keep &= len(fitting) < 2  # a gradient that is zero fits both: another batch may tell
-                if len(fitting) == 1:
-                    sites[name] = _read(plan, {}, fitting[0]).sites[name]
-                else:
-                    reasons[name] = _ALIKE
-            elif not answers[0].fine:
+            try:
+                answers = _answers(twin, self._named, plain, loss, self._graph, limit)
+            except CheckpointError:
+                return plan.without(dict.fromkeys(plan.sites, _CHECKPOINTED))
+        for name, answer in answers.items():
+            if not answer.fine and not answer.refused:
+                operations = ", ".join(sorted({site.operation for site in plan.sites[name]}))
                 raise CheckError(
                     f"the taps and plain autograd disagree on `{name}`: the squares of its gradients for two examples "
-                    f"differ by {answers[0].error:.2e}, of {answers[0].size:.2e} (operations: "
-                    f"{', '.join(sorted({site.operation for site in plan.sites[name]}))}). Is there a rule of your own "
-                    "in holdfast.curvature.RULES, or an operation that treats a batch unlike its examples? "
-                    "taps=False does without taps."
+                    f"differ by {answer.error:.2e}, of {answer.size:.2e} (operations: {operations}). Is there a rule "
+                    "of your own in holdfast.curvature.RULES, a hook on a parameter, or an operation that treats a "
+                    "batch unlike its examples? taps=False does without taps."
                 )
-        return replace(plan, sites={**plan.sites, **sites}).without(reasons), keep
+        return plan.without({name: answer.refused for name, answer in answers.items() if answer.refused})
 
     def _plain(self, weights: Tensor) -> _Squared:
         """The squares of the examples' gradients by plain autograd, the columns weighted."""
@@ -99,14 +90,26 @@ class Trial:
         return _Squared(second, all_)
 
 
-def _read(plan: Plan, twins: Mapping[Site, Site], reading: int) -> Plan:
-    """The plan, or its twin, with one reading of every site."""
+class _Picks(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Listens for operations whose number of rows depends on what is in them: masks, packed sequences, routing."""
 
-    def read(site: Site) -> Site:
-        site = twins.get(site, site)
-        return replace(site, splits=(site.splits[min(reading, len(site.splits) - 1)],))
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.by = ""
 
-    return replace(plan, sites={name: tuple(read(site) for site in sites) for name, sites in plan.sites.items()})
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        masks = args[1] if func is torch.ops.aten.index.Tensor else ()
+        if func.overloadpacket in _PICKING or any(
+            m is not None and m.dtype in (torch.bool, torch.uint8) for m in masks
+        ):
+            self.by = func.overloadpacket.__name__
+        return func(*args, **(kwargs or {}))
+
+
+_PICKING = {
+    torch.ops.aten.nonzero, torch.ops.aten.masked_select, torch.ops.aten._pack_padded_sequence,
+    torch.ops.aten._unique2, torch.ops.aten.unique_dim, torch.ops.aten.unique_consecutive,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -120,11 +120,12 @@ def _at_height(logits: Tensor, heights: Tensor) -> Tensor:
     parts = [p[:, :whole].view(rows, -1, _BLOCK).sum(-1)] if whole else []
     parts += [p[:, whole:].sum(-1, keepdim=True)] if classes > whole else []
     reached = torch.cat(parts, 1).cumsum(-1)
-    height = heights.to(p.dtype).unsqueeze(-1) * reached[:, -1:]
+    # Rounding must not carry it past the last class that is possible at all, here or in its block.
+    below = 1 - torch.finfo(p.dtype).eps
+    height = heights.to(p.dtype).clamp(max=below).unsqueeze(-1) * reached[:, -1:]
     block = torch.searchsorted(reached, height, right=True).clamp(max=reached.shape[-1] - 1)
     places = block * _BLOCK + torch.arange(min(_BLOCK, classes), device=p.device)
     inside = torch.where(places < classes, p.gather(1, places.clamp(max=classes - 1)), 0).cumsum(-1)
     before = torch.nn.functional.pad(reached, (1, 0)).gather(1, block)
-    # Rounding must not carry it past the last class of the block that is possible at all.
-    rest = torch.minimum(height - before, inside[:, -1:] * (1 - torch.finfo(p.dtype).eps)).clamp(min=0)
+    rest = torch.minimum(height - before, inside[:, -1:] * below).clamp(min=0)
     return (block * _BLOCK + torch.searchsorted(inside, rest, right=True)).squeeze(-1).clamp(max=classes - 1)

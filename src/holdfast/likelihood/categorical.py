@@ -37,14 +37,16 @@ class Categorical(Likelihood):
     def root(self, output: Tensor) -> Tensor:
         # diag(p) − ppᵀ = Σ_j s_j s_jᵀ with one column fewer than classes: is it j, given that it is none before j?
         # With q_j = 1 − p_1 − … − p_j:  s_j = √(p_j / (q_{j−1} q_j)) · (q_j e_j − Σ_{i>j} p_i e_i).
-        p = self._logits(output).softmax(-1)
+        logits = self._logits(output)
+        p = logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
         if p.shape[-1] == 1:
             return torch.zeros_like(p).unsqueeze(0)  # nothing to be uncertain about
         q = p.flip(-1).cumsum(-1).flip(-1)  # q_{j−1}, summed from the far end: small ones keep their digits
-        scale = (p[:, :-1] / (q[:, :-1] * q[:, 1:]).clamp(min=torch.finfo(p.dtype).tiny)).sqrt()
-        later = p.unsqueeze(1).expand(-1, p.shape[-1] - 1, -1).triu(1)
-        columns = F.pad(torch.diag_embed(q[:, 1:]), (0, 1)) - later
-        return (scale.unsqueeze(-1) * columns).movedim(1, 0)  # (classes − 1, batch, classes)
+        tiny = torch.finfo(p.dtype).tiny
+        likely, rest = (p[:, :-1] / q[:, :-1].clamp(min=tiny)).sqrt(), q[:, 1:].sqrt()
+        later = p.unsqueeze(1).expand(-1, p.shape[-1] - 1, -1).triu(1) / rest.clamp(min=tiny).unsqueeze(-1)
+        columns = F.pad(torch.diag_embed(rest), (0, 1)) - later
+        return (likely.unsqueeze(-1) * columns).movedim(1, 0)  # (classes − 1, batch, classes)
 
     def sampled(self, output: Tensor, target: Any, generator: torch.Generator) -> Tensor:
         logits = self._logits(output)
