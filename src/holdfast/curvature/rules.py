@@ -70,6 +70,8 @@ class Call:
 
 # A convolution with fewer input channels has its patches unfolded; with more, each entry of its kernel is a product.
 _FEW_CHANNELS = 16
+# How much longer than its places a line may be.
+_SPARSE = 1.3
 
 # From a call and its output's gradient (examples first, each as if alone) to the weight's gradients, or None if it
 # cannot. Keys are the names of nodes in the backward graph; of a torch.autograd.Function `F`, that is "FBackward".
@@ -160,9 +162,39 @@ def convolution(call: Call, grad: Tensor) -> Form | None:
     offsets = list(itertools.product(*(range(size) for size in kernel)))
     if call.weight[1] < _FEW_CHANNELS:
         return product(offsets, call.weight)
-    return Shifted(
-        tuple(functools.partial(product, [each], call.weight[:2]) for each in offsets), len(grad), call.weight
-    )
+    lines = _lines(call, placed, under) if placed.shape[1] == 1 else None
+    if lines is None:
+        pieces = tuple(functools.partial(product, [each], call.weight[:2]) for each in offsets)
+    else:
+        pieces = tuple(functools.partial(lines, each) for each in offsets)
+    return Shifted(pieces, len(grad), call.weight)
+
+
+def _lines(call: Call, placed: Tensor, under: Tensor) -> Callable[[tuple[int, ...]], Products] | None:
+    """With stride one, each side in one line: what an entry of the kernel saw is the same line, a little further on.
+
+    Nothing is copied for each entry. Places to which the kernel was not put are zeros between the others; None where
+    they would be many.
+    """
+    sizes, steps = under.shape[3:], [1]
+    for size in reversed(sizes[1:]):
+        steps.insert(0, steps[0] * size)
+    length = sum((count - 1) * step for count, step in zip(placed.shape[3:], steps, strict=True)) + 1
+    if any(stride != 1 for stride in call.saved("stride")) or length > _SPARSE * placed[0, 0, 0].numel():
+        return None
+    gaps = [size - count for size, count in zip(sizes[1:], placed.shape[4:], strict=True)]
+    groups = call.saved("groups")
+    left, right = (
+        side[:, 0].flatten(2).unflatten(1, (groups, -1))  # type: ignore[no-untyped-call]
+        for side in (F.pad(placed, [pad for gap in reversed(gaps) for pad in (0, gap)]), under)
+    )  # (batch, groups, channels, line)
+
+    def piece(offset: tuple[int, ...]) -> Products:
+        start = sum(at * gap * step for at, gap, step in zip(offset, call.saved("dilation"), steps, strict=True))
+        sides = left[..., :length].mT, right[..., start : start + length].mT
+        return Products.of(*sides, call.weight[:2], inputs_left=call.saved("transposed"))
+
+    return piece
 
 
 @rule("EmbeddingBackward0")

@@ -115,17 +115,24 @@ def draw_class(logits: Tensor, heights: Tensor) -> Tensor:
 def _at_height(logits: Tensor, heights: Tensor) -> Tensor:
     """First among blocks of classes, then inside one: a sum over all classes is quicker than a running sum."""
     p = logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
-    rows, classes = p.shape
-    whole = classes // _BLOCK * _BLOCK
-    parts = [p[:, :whole].view(rows, -1, _BLOCK).sum(-1)] if whole else []
-    parts += [p[:, whole:].sum(-1, keepdim=True)] if classes > whole else []
-    reached = torch.cat(parts, 1).cumsum(-1)
+    classes = p.shape[-1]
     # Rounding must not carry it past the last class that is possible at all, here or in its block.
     below = 1 - torch.finfo(p.dtype).eps
-    height = heights.to(p.dtype).clamp(max=below).unsqueeze(-1) * reached[:, -1:]
-    block = torch.searchsorted(reached, height, right=True).clamp(max=reached.shape[-1] - 1)
-    places = block * _BLOCK + torch.arange(min(_BLOCK, classes), device=p.device)
+    heights = heights.to(p.dtype).clamp(max=below).unsqueeze(-1)
+    if classes <= _BLOCK:
+        return _reached(p.cumsum(-1), heights).squeeze(-1)
+    whole = classes // _BLOCK * _BLOCK
+    sums = p[:, :whole].view(len(p), -1, _BLOCK).sum(-1)
+    above = torch.cat([sums, p[:, whole:].sum(-1, keepdim=True)], 1).cumsum(-1)
+    block = _reached(above, heights)
+    places = block * _BLOCK + torch.arange(_BLOCK, device=p.device)
     inside = torch.where(places < classes, p.gather(1, places.clamp(max=classes - 1)), 0).cumsum(-1)
-    before = torch.nn.functional.pad(reached, (1, 0)).gather(1, block)
-    rest = torch.minimum(height - before, inside[:, -1:] * below).clamp(min=0)
-    return (block * _BLOCK + torch.searchsorted(inside, rest, right=True)).squeeze(-1).clamp(max=classes - 1)
+    rest = heights * above[:, -1:] - torch.nn.functional.pad(above, (1, 0)).gather(1, block)
+    within = (rest / inside[:, -1:]).clamp(min=0, max=below)
+    return (block * _BLOCK + _reached(inside, within)).squeeze(-1)
+
+
+def _reached(running: Tensor, heights: Tensor) -> Tensor:
+    """Where a running sum first passes a height, given as a part of its end."""
+    found = torch.searchsorted(running, heights * running[:, -1:], right=True)
+    return found.clamp(max=running.shape[-1] - 1)
