@@ -280,3 +280,19 @@ def test_batch_statistics_in_training_mode_are_refused_with_the_reason():
 
     with pytest.raises(holdfast.DataError, match="batch statistics in training mode"):
         holdfast.diagonal_fisher(Stubborn(), [(torch.randn(4, 5), torch.arange(4) % 3)], holdfast.categorical)
+
+
+@pytest.mark.parametrize("function", [*FISHERS, holdfast.batch_sum_fisher, holdfast.diagonal_hessian])
+def test_sharded_parameters_are_refused_and_not_half_counted(function, tmp_path):
+    from torch import distributed
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import distribute_tensor
+
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        model = nn.Linear(5, 3)
+        model.weight = nn.Parameter(distribute_tensor(model.weight.data, init_device_mesh("cpu", (1,))))
+        with pytest.raises(holdfast.ArgumentError, match=r"`weight` is sharded over processes"):
+            function(model, [(torch.randn(4, 5), torch.arange(4) % 3)], holdfast.categorical)
+    finally:
+        distributed.destroy_process_group()

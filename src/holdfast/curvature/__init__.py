@@ -1,11 +1,13 @@
 """Where Λ comes from: (model, batches, likelihood) → Precision."""
 
+from . import convolution  # noqa: F401  # its rule enters the table
 from .batch_sums import Estimate, batch_sum_fisher
+from .calls import Call
 from .coverage import Coverage, coverage
 from .fisher import dense_fisher, diagonal_fisher
 from .forms import Form, Lookup, Products, Rows
 from .hessian import diagonal_hessian, hutchinson_hessian
-from .rules import RULES, Call, rule
+from .rules import RULES, rule
 
 __all__ = [
     "RULES",

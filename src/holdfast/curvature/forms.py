@@ -172,14 +172,7 @@ class Products(Form):
         same = [other for other in others if isinstance(other, Products) and other.groups == self.groups]
         if len(same) < len(others):
             return None
-        every = [self, *same]
-
-        def part(start: int, stop: int) -> tuple[Tensor, Tensor]:
-            lefts, rights = zip(*(each.part(start, stop) for each in every), strict=True)
-            return torch.cat(lefts, 2), torch.cat(rights, 2)
-
-        positions = sum(each.positions for each in every)
-        return replace(self, part=part, positions=positions, share=sum(each.share for each in every))
+        return _joined([self, *same])
 
     def add_squares_(self, total: Tensor, limit: Limit, name: str = "a parameter") -> None:
         shape = (self.groups, self.rows, self.columns)
@@ -225,15 +218,10 @@ class Shifted(Form):
         if len(same) < len(others):
             return None
 
-        def joined(place: int) -> Callable[[], Products]:
-            def piece() -> Products:
-                whole = self.pieces[place]().with_more([other.pieces[place]() for other in same])
-                assert whole is not None  # of one weight, and so in the same groups
-                return whole
+        def piece(place: int) -> Products:
+            return _joined([each.pieces[place]() for each in (self, *same)])
 
-            return piece
-
-        return replace(self, pieces=tuple(joined(place) for place in range(len(self.pieces))))
+        return replace(self, pieces=tuple(functools.partial(piece, place) for place in range(len(self.pieces))))
 
     def add_squares_(self, total: Tensor, limit: Limit, name: str = "a parameter") -> None:
         flat = total.view(*self.shape[:2], len(self.pieces))
@@ -241,6 +229,17 @@ class Shifted(Form):
             squares = total.new_zeros(self.shape[:2])
             piece().add_squares_(squares, limit, name)
             flat[..., place] += squares
+
+
+def _joined(every: Sequence[Products]) -> Products:
+    """The products of one weight, their positions one behind the other."""
+
+    def part(start: int, stop: int) -> tuple[Tensor, Tensor]:
+        lefts, rights = zip(*(each.part(start, stop) for each in every), strict=True)
+        return torch.cat(lefts, 2), torch.cat(rights, 2)
+
+    positions, share = sum(each.positions for each in every), sum(each.share for each in every)
+    return replace(every[0], part=part, positions=positions, share=share)
 
 
 def add_outer_(total: Tensor, left: Tensor, right: Tensor) -> None:

@@ -26,8 +26,8 @@ class Graph:
     def __init__(self, losses: Tensor, named: Mapping[str, Tensor]) -> None:
         self._named = named
         self.nodes: list[Node] = []
-        assert losses.grad_fn is not None
-        order, stack, wiring = {losses.grad_fn: 0}, [losses.grad_fn], []
+        roots = [losses.grad_fn] if losses.grad_fn is not None else []
+        order, stack, wiring = dict.fromkeys(roots, 0), list(roots), []
         while stack:
             node = stack.pop()
             self.nodes.append(node)

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from .calls import Call, Split
 from .graph import Graph, Value, shapes
 from .routes import Route, route
-from .rules import RULES, Call, Split
+from .rules import RULES
 
 _PARTING = ("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0")
 _MOVING = ("Index", "Gather", "Scatter", "MaskedSelect", "Sort", "Topk", "Flip", "Roll", "Take")

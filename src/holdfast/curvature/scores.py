@@ -236,6 +236,12 @@ def _not_rows(size: int, got: str) -> str:
 
 
 def _require_separable(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if type(parameter.data).__name__ == "DTensor":
+            raise ArgumentError(
+                f"`{name}` is sharded over processes (a DTensor), and a Fisher is taken on whole models. Take it "
+                "before the model is sharded, or on a copy of it with full weights."
+            )
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is None:
             raise DataError(

@@ -29,7 +29,7 @@ class Squares:
         self._limit = limit
         self._views: dict[tuple[str, Any], Tensor] = {}
         self._names: dict[Site, list[str]] = {}
-        self._plan: Plan | None = None
+        self._plan = Plan({}, {}, ())
         self._waiting: dict[str, dict[Site, Form]] = {}
         self._rank_one: dict[tuple[str, Any], tuple[Tensor, Tensor, Tensor]] = {}
         self._rows: list[tuple[Tensor, Tensor]] = []
@@ -46,7 +46,6 @@ class Squares:
 
     def take(self, site: Site, form: Form) -> None:
         """A site's form, in the course of a backward pass."""
-        assert self._plan is not None
         for name in self._names[site]:
             sites = self._plan.sites[name]
             if name in self._plan.apart:
@@ -120,9 +119,7 @@ class Squares:
         step = self._limit.examples(entries * total.element_size(), f"the gradient of `{name}`, used more than once,")
         for start in range(0, size, step):
             stop = min(start + step, size)
-            scores = sum(
-                site.route.pulled(form.scores(start, stop).to(total.dtype), parameter, self._graph)
-                for site, form in joined
-            )
-            assert isinstance(scores, Tensor)
-            total += scores.to(total.dtype).square().sum(0)
+            scores = total.new_zeros(stop - start, *total.shape)
+            for site, form in joined:
+                scores += site.route.pulled(form.scores(start, stop).to(total.dtype), parameter, self._graph)
+            total += scores.square_().sum(0)
