@@ -6,8 +6,9 @@ from torch import nn
 
 import holdfast
 from cases import CASES
+from curvature.test_taps import LAYERS, case
 from holdfast.identity import fingerprint
-from oracles import flat
+from oracles import flat, relative_errors, squares_loop
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -161,3 +162,15 @@ def test_peak_memory_is_the_plain_passes_and_the_result(targets):
     ours = peak(lambda: holdfast.diagonal_fisher(model, batches, likelihood, targets=targets))
     assert ours <= peak(plain) + result + 4 * layer
     assert ours < 32 * result / 2  # batch × parameters would not fit
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("name", LAYERS)
+def test_every_layer_equals_a_loop_over_examples_on_the_gpu(name):
+    """cuDNN's batch norm and fused attention have nodes of their own."""
+    model, batch = case(name, torch.float64)
+    model, batch = model.cuda(), tuple(part.cuda() for part in batch)
+    fisher = holdfast.diagonal_fisher(model, [batch], holdfast.categorical, targets="observed")
+    with torch.backends.cudnn.flags(enabled=False):  # its recurrent kernels cannot differentiate in evaluation mode
+        errors = relative_errors(fisher.entries, squares_loop(model, batch, holdfast.categorical.nll))
+    assert max(errors.values()) <= 1e-9, errors
