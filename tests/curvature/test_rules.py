@@ -161,7 +161,7 @@ def test_a_rule_that_mixes_examples_is_refused(warped, monkeypatch):
     ("wrong", "message"),
     [
         (lambda rows: Rows(rows[:1].expand_as(rows)), "disagree on `weight`"),  # the first example's for all
-        (lambda rows: Rows(rows[:2]), "for each of 3 examples"),
+        (lambda rows: Rows(rows[:2]), "for each of 4 examples"),
         (lambda rows: Rows(rows.unsqueeze(1)), r"gradient of shape \(4,\)"),
         (lambda rows: rows, "as Rows, Products or Lookup"),
     ],

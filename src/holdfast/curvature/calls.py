@@ -19,14 +19,6 @@ class Split:
     examples: int
     inner: int
 
-    def resized(self, shape: torch.Size, size: int) -> Split | None:
-        """The same for another size of batch or of its examples; None where that would be a guess."""
-        share, left = divmod(shape[self.axis], size)
-        if left or (share > 1 and self.outer == self.inner) or (self.outer > 1 and self.inner > 1):
-            return None
-        outer = 1 if self.outer == 1 else share
-        return Split(self.axis, outer, size, share // outer)
-
     def rows(self, tensor: Tensor) -> Tensor:
         """Examples first; behind them, the tensor as it would be for one example alone."""
         if self.axis == 0 and self.outer == 1:

@@ -77,8 +77,10 @@ class Engine:
         """A batch, run forward and planned."""
         batch, losses = self._scoring.counted(batch)
         graph = Graph(losses, self._named)
-        if batch.size == 1 or not self._taps:
+        moved = graph.moves_rows(batch.size) if batch.size > 1 and self._taps else ""
+        if batch.size == 1 or not self._taps or moved:
             reason = "taps=False" if batch.size > 1 else "a batch of one is done the plain way"
+            reason = f"{moved} moves rows, so they could be any example's" if moved else reason
             return Pass(batch, losses, graph, Plan({}, dict.fromkeys(self._named, reason), ()))
         plans = self._plans.setdefault(graph.structure, [])
         plan = next((plan for plan in plans if plan.fits(graph, batch.size)), None)

@@ -14,6 +14,7 @@ from torch.autograd.graph import GradientEdge, Node
 Value = tuple[Node, int]
 
 _LEAF = "torch::autograd::AccumulateGrad"
+MOVING = ("Index", "Gather", "Scatter", "MaskedSelect", "Sort", "Topk", "Flip", "Roll", "Take")
 
 
 class Graph:
@@ -41,6 +42,18 @@ class Graph:
                 wiring.append(order[source])
         self._names = tuple(node.name() for node in self.nodes)
         self._wiring = tuple(wiring)
+
+    def moves_rows(self, size: int) -> str:
+        """The first operation that moves, picks or repeats rows along an axis of `size` examples, if there is one.
+
+        Whose gradient a row then carries is for the data to say. Examples that stay in their places (the last position
+        of each, say, taken by index) are not moved.
+        """
+        moving = {name for name in set(self._names) if any(word in name for word in MOVING)}
+        for node, name in zip(self.nodes, self._names, strict=True) if moving else ():
+            if name in moving and _moves(node, size):
+                return name
+        return ""
 
     @property
     def structure(self) -> tuple[Any, ...]:
@@ -86,6 +99,27 @@ class Graph:
                     above.add(user)
                     stack.append(user)
         return frozenset(place for place in places if self.nodes[place] not in above)
+
+
+def _moves(node: Node, size: int) -> bool:
+    """Whether an operation puts what belongs to examples, along the first axis, in other places."""
+    rows = getattr(node, "_saved_self_sym_sizes", None) or shapes(node)[0]
+    if not rows or (rows[0] != size and shapes(node)[0][:1] != (size,)):
+        return False
+    indices = getattr(node, "_saved_indices", None)
+    if isinstance(indices, (tuple, list)):
+        first = indices[0] if indices else None
+    else:
+        axes = getattr(node, "_saved_dims", None) or (getattr(node, "_saved_dim", 0),)
+        if all(int(axis) % 2**64 not in (0, 2**64 - len(rows)) for axis in axes):
+            return False
+        first = getattr(node, "_saved_index", None)
+        if first is None:
+            return True
+    if first is None:
+        return False
+    places = torch.arange(size, device=first.device)
+    return first.dtype in (torch.bool, torch.uint8) or not torch.equal(first.flatten().to(places.dtype), places)
 
 
 def shapes(node: Node) -> tuple[tuple[int, ...], ...]:

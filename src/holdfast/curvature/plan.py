@@ -12,18 +12,20 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from .calls import Call, Split
-from .graph import Graph, Value, shapes
+from .graph import MOVING, Graph, Value, shapes
 from .routes import Route, route
 from .rules import RULES
 
 _PARTING = ("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0")
-_MOVING = ("Index", "Gather", "Scatter", "MaskedSelect", "Sort", "Topk", "Flip", "Roll", "Take")
 _NO_AXIS = "its output has no one axis for the examples"
 
 
 @dataclass(frozen=True)
 class Site:
-    """A place where a weight meets the examples; `split` says where in the operation's output they are."""
+    """A place where a weight meets the examples; `split` says where in the operation's output they are.
+
+    Where they are flattened with the positions, `parting` is the place, and the axis, where they are parted again.
+    """
 
     place: int  # of the operation's node in the graph
     operation: str
@@ -31,6 +33,7 @@ class Site:
     weight: torch.Size
     output: torch.Size
     split: Split
+    parting: tuple[int, int] | None
     route: Route
 
     def call(self, graph: Graph) -> Call:
@@ -66,7 +69,7 @@ class Plan:
         moved: dict[Site, Site] = {}
         for site in (site for sites in self.places.values() for site in sites):
             output = torch.Size(shapes(graph.nodes[site.place])[0])
-            split = site.split.resized(output, size) if len(output) == len(site.output) else None
+            split = _resplit(site, output, graph, size) if len(output) == len(site.output) else None
             value = (graph.nodes[site.route.place], site.route.output)
             found = route(value, graph)
             if split is None or (found.steps is None) != (site.route.steps is None):
@@ -149,23 +152,41 @@ class _Survey:
             else:
                 if any(meta.dtype.is_complex for meta in node._input_metadata) or _dtype(value).is_complex:
                     raise _NotServed("it meets the examples as a complex number")
-                split = _split(self._graph, self._probe, node, twin, self._size, self._few)
-                site = _site(self._graph, value, node, slot, split)
-                self.twins[site] = _site(self._probe, other, twin, slot, replace(split, examples=self._few))
+                split, parting = _split(self._graph, self._probe, node, twin, self._size, self._few)
+                site = _site(self._graph, value, node, slot, split, parting)
+                self.twins[site] = _site(self._probe, other, twin, slot, replace(split, examples=self._few), None)
                 found.append(site)
         return found
 
 
-def _site(graph: Graph, value: Value, node: Node, slot: int, split: Split) -> Site:
+def _site(graph: Graph, value: Value, node: Node, slot: int, split: Split, parting: tuple[int, int] | None) -> Site:
     weight, output = torch.Size(shapes(value[0])[value[1]]), torch.Size(shapes(node)[0])
-    return Site(graph.places[node], node.name(), slot, weight, output, split, route(value, graph))
+    return Site(graph.places[node], node.name(), slot, weight, output, split, parting, route(value, graph))
 
 
-def _split(graph: Graph, probe: Graph, node: Node, twin: Node, size: int, few: int) -> Split:
-    """Where an output holds the examples, told by the one axis that grows with their number."""
+def _resplit(site: Site, output: torch.Size, graph: Graph, size: int) -> Split | None:
+    """Where the examples are in an output of another size; None where that is not plain."""
+    share, left = divmod(output[site.split.axis], size)
+    if left:
+        return None
+    if site.parting is None:
+        same = share == 1 == site.split.inner or site.operation == "RepeatBackward0"
+        return Split(site.split.axis, 1, size, share) if same else None
+    place, inside = site.parting
+    parted = shapes(graph.nodes[place])[0]
+    outer, left = divmod(math.prod(parted[:inside]), math.prod(output[: site.split.axis]))
+    if left or not outer or share % outer or parted[inside] != size:
+        return None
+    return Split(site.split.axis, outer, size, share // outer)
+
+
+def _split(
+    graph: Graph, probe: Graph, node: Node, twin: Node, size: int, few: int
+) -> tuple[Split, tuple[int, int] | None]:
+    """Where an output holds the examples, told by the one axis that grows with their number; and where it is parted."""
     axis, share = _grown(shapes(node)[0], shapes(twin)[0], size, few)
     if share == 1 or node.name() == "RepeatBackward0":  # whose copies stand one behind the other
-        return Split(axis, 1, size, share)
+        return Split(axis, 1, size, share), None
     # Flattened with the positions. Where the rows are parted again, the parts say which way they lie; rows that are
     # moved, or never parted, could be anybody's.
     before = math.prod(shapes(node)[0][:axis])
@@ -175,7 +196,7 @@ def _split(graph: Graph, probe: Graph, node: Node, twin: Node, size: int, few: i
             break
         at = next((at for at, (user, _) in enumerate(users) if user.name() in _PARTING), 0)
         node, twin = users[at][0], others[at][0]
-        if any(word in node.name() for word in _MOVING):
+        if any(word in node.name() for word in MOVING):
             break
         sizes = (shapes(each)[0][axis : axis + 1] for each in (node, twin))
         if node.name() not in _PARTING and tuple(sizes) != ((size * share,), (few * share,)):
@@ -184,7 +205,7 @@ def _split(graph: Graph, probe: Graph, node: Node, twin: Node, size: int, few: i
         inside, rest = _grown(shapes(node)[0], shapes(twin)[0], size, few)
         outer, left = divmod(math.prod(shapes(node)[0][:inside]), before)
         if rest == 1 and not left and outer and share % outer == 0:
-            return Split(axis, outer, size, share // outer)
+            return Split(axis, outer, size, share // outer), (graph.places[node], inside)
     raise _NotServed("its rows hold positions of the examples, in an order that the graph does not show")
 
 

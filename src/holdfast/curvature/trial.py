@@ -31,10 +31,10 @@ class Trial:
     ) -> None:
         self._scoring = scoring
         self._named = named
-        # The two examples with most to say, in an order that is not sorted by anything; not as many as the batch has.
+        # The two examples with most to say, in an order that no sorting or turning gives; not as many as the batch has.
         one, other = losses.detach().abs().sum(0).topk(2).indices.tolist()
         self._index = batch.index
-        self._places = (0, 1, 0) if batch.size != 3 else (0, 1, 1, 0)
+        self._places = (0, 1, 0, 0) if batch.size != 4 else (0, 1, 1, 0, 1)
         few = batch.rows([(one, other)[place] for place in self._places])
         self._picks = _Picks()
         with self._picks:
@@ -108,7 +108,8 @@ class _Picks(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 _PICKING = {
     torch.ops.aten.nonzero, torch.ops.aten.masked_select, torch.ops.aten._pack_padded_sequence,
-    torch.ops.aten._unique2, torch.ops.aten.unique_dim, torch.ops.aten.unique_consecutive,
+    torch.ops.aten.repeat_interleave, torch.ops.aten._unique2, torch.ops.aten.unique_dim,
+    torch.ops.aten.unique_consecutive,
 }  # fmt: skip
 
 
