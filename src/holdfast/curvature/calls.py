@@ -42,7 +42,7 @@ class Call:
         return getattr(self.node, f"_saved_{name}")
 
     def rows(self, tensor: Tensor) -> Tensor:
-        """A tensor of the output's axes (or one that broadcasts to them), examples first."""
+        """A tensor with the output's axes, examples first."""
         return self.split.rows(tensor)
 
     def rows_like_output(self, tensor: Tensor) -> Tensor:

@@ -9,8 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Tiles of the result, length of a step along the positions, stages, warps: measured best on an H200 for results with
-# many tiles, and with few.
+# Tiles of the result, length of a step along the positions, stages, warps: for results with many tiles, and with few.
 _LARGE = (128, 256, 64, 3, 8)
 _SMALL = (64, 128, 64, 4, 4)
 # A result with fewer tiles than this leaves multiprocessors idle: its examples are shared out among several programs.
