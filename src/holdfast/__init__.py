@@ -9,6 +9,7 @@ from .curvature import (
     diagonal_fisher,
     diagonal_hessian,
     hutchinson_hessian,
+    kronecker_fisher,
 )
 from .errors import (
     ArgumentError,
@@ -25,7 +26,7 @@ from .hold import Handle, hold
 from .likelihood import Likelihood, bernoulli, categorical, custom, gaussian, tokens
 from .penalty import Quadratic, Term, penalty, penalty_gradient
 from .posterior import Memory, Posterior, consolidate, consolidate_, merge, prior, restore_
-from .precision import Dense, Diagonal, Precision, SignedDiagonal, Source, Sum
+from .precision import Dense, Diagonal, Kronecker, Precision, Rotated, SignedDiagonal, Source, Sum
 from .storage import inspect, load, save
 
 __version__ = "0.1.0"
@@ -42,6 +43,7 @@ __all__ = [
     "HoldfastError",
     "HoldfastWarning",
     "InertError",
+    "Kronecker",
     "Likelihood",
     "Memory",
     "MemoryFileError",
@@ -49,6 +51,7 @@ __all__ = [
     "Posterior",
     "Precision",
     "Quadratic",
+    "Rotated",
     "SignedDiagonal",
     "SingularError",
     "Source",
@@ -68,6 +71,7 @@ __all__ = [
     "hold",
     "hutchinson_hessian",
     "inspect",
+    "kronecker_fisher",
     "load",
     "merge",
     "penalty",

@@ -19,8 +19,11 @@ def products(positions: int, groups: int = 1) -> Products:
 
 
 def shifted() -> Shifted:
-    pieces = [products(5) for _ in range(4)]
-    return Shifted(tuple((lambda kept=piece: kept) for piece in pieces), 6, torch.Size((4, 3, 2, 2)))
+    left, *rights = (torch.randn(6, 1, 5, size, dtype=torch.float64) for size in (4, 3, 3, 3, 3))
+    shape = torch.Size((4, 3, 2, 2))
+    pieces = [Products.of(left, right, shape[:2], inputs_left=False) for right in rights]
+    whole = Products.of(left, torch.stack(rights, -1).flatten(-2), shape, inputs_left=False)
+    return Shifted(tuple((lambda kept=piece: kept) for piece in pieces), lambda: whole, 6, shape)
 
 
 FORMS = {
@@ -171,3 +174,11 @@ def test_rules_that_give_something_else_are_told_what_is_due(warped, monkeypatch
     model, batch = warped
     with pytest.raises(holdfast.CheckError, match=message):
         holdfast.diagonal_fisher(model, [batch], holdfast.categorical)
+
+
+def test_a_kernel_is_the_same_entry_by_entry_and_as_a_whole():
+    form = shifted()
+    torch.testing.assert_close(form.whole().scores(0, 6), form.scores(0, 6))
+    both = form.with_more([shifted()])
+    torch.testing.assert_close(both.whole().scores(1, 4), both.scores(1, 4))
+    torch.testing.assert_close(form.only(2).whole().scores(0, 1), form.scores(2, 3))

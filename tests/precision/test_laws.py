@@ -5,7 +5,9 @@ import itertools
 import pytest
 import torch
 
-from holdfast import ArgumentError, Dense, Diagonal, MismatchError, Precision, SingularError, Source, Sum
+from holdfast import ArgumentError, Dense, Diagonal, Kronecker, MismatchError, Precision, SingularError, Source, Sum
+from holdfast.precision.kronecker import Term
+from holdfast.precision.layers import Layer
 
 SHAPES = {"w": torch.Size([3, 2]), "b": torch.Size([3]), "s": torch.Size([])}
 
@@ -27,7 +29,38 @@ def dense(seed, names=("w", "b", "s"), label=None):
     return Dense(shapes, root @ root.T + 0.1 * torch.eye(size, dtype=torch.float64), source(label or f"dense {seed}"))
 
 
+def kronecker(seed, terms=1, bias="b", wide=(), label=None):
+    """Over w and b as one layer; the scalar s beside it."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def factor(size, side):
+        root = torch.randn(1, size, size + 1, generator=generator, dtype=torch.float64)
+        matrix = root @ root.mT
+        return matrix.diagonal(dim1=1, dim2=2).clone() if side in wide else matrix
+
+    layer = Layer("w", bias, SHAPES["w"], 1, 3, False)
+    parts = tuple(Term(factor(3, "outputs"), factor(layer.inputs, "inputs"), 10.0) for _ in range(terms))
+    found = Kronecker({layer: parts}, source(label or f"kronecker {seed}"))
+    names = ("s",) if bias else ("b", "s")
+    return found + diagonal(seed + 20, names, label or f"kronecker {seed}")
+
+
+def rotated(seed):
+    kron = kronecker(seed)
+    return kron.terms[0].rotated() + kron.terms[1]
+
+
 STRUCTURES = {
+    "kronecker": lambda seed: kronecker(seed),
+    "kronecker-terms": lambda seed: kronecker(seed, 3),
+    "kronecker-no-bias": lambda seed: kronecker(seed, bias=None),
+    "kronecker-wide-outputs": lambda seed: kronecker(seed, wide=("outputs",)),
+    "kronecker-wide-inputs": lambda seed: kronecker(seed, wide=("inputs",)),
+    "kronecker-prior": lambda seed: (
+        kronecker(seed)
+        + Diagonal({n: torch.full(s, 0.5, dtype=torch.float64) for n, s in SHAPES.items()}, source(f"prior {seed}"))
+    ),
+    "rotated": lambda seed: rotated(seed),
     "diagonal": lambda seed: diagonal(seed),
     "dense": lambda seed: dense(seed),
     "dense-other-order": lambda seed: dense(seed, ("s", "b", "w")),
@@ -147,11 +180,11 @@ def test_taking_a_part_out_again_is_exact():
 
 
 def test_growing_adds_free_entries_at_the_end(precision):
-    bigger = precision.expanded({**SHAPES, "w": torch.Size([4, 3]), "b": torch.Size([5])})
+    bigger = precision.expanded({**SHAPES, "w": torch.Size([4, 3]), "b": torch.Size([4])})
     assert bigger.shapes["w"] == (4, 3)
     delta = vector()
     padded = {
-        "w": torch.randn(4, 3, dtype=torch.float64), "b": torch.randn(5, dtype=torch.float64), "s": delta["s"],
+        "w": torch.randn(4, 3, dtype=torch.float64), "b": torch.randn(4, dtype=torch.float64), "s": delta["s"],
     }  # fmt: skip
     padded["w"][:3, :2], padded["b"][:3] = delta["w"], delta["b"]
     torch.testing.assert_close(bigger.quadratic(padded), precision.quadratic(delta))

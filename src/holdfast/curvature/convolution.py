@@ -59,7 +59,7 @@ def convolution(call: Call, grad: Tensor) -> Form | None:
         pieces = tuple(functools.partial(product, [each], call.weight[:2]) for each in offsets)
     else:
         pieces = tuple(functools.partial(lines, each) for each in offsets)
-    return Shifted(pieces, len(grad), call.weight)
+    return Shifted(pieces, functools.partial(product, offsets, call.weight), len(grad), call.weight)
 
 
 def _lines(call: Call, placed: Tensor, under: Tensor) -> Callable[[tuple[int, ...]], Products] | None:

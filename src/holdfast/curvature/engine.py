@@ -6,24 +6,51 @@ backward pass lets both go by. So a pass is made that forms no parameter's own g
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from ..errors import ArgumentError, CheckError
-from .batches import Batch
+from ..precision import Source
+from .batches import Batch, read
 from .forms import Form, Limit
 from .general import General, Scores
 from .graph import Graph, tapped
 from .plan import Plan, Site
 from .rules import RULES
-from .scores import Scoring, backward
+from .scores import Scoring, backward, require_finite_scores
 from .trial import Trial
 
 # What the gradients of single examples may take at once, in bytes: a gigabyte.
 MEMORY = 1 << 30
+
+
+class Collector(Protocol):
+    """What becomes of the gradients of single examples, batch after batch."""
+
+    @property
+    def sums(self) -> Mapping[str, Tensor]:
+        """Everything that must stay finite."""
+
+    def begin(self, plan: Plan, graph: Graph) -> None:
+        """A batch: its plan and its graph."""
+
+    def serves(self, site: Site) -> bool:
+        """Whether it takes a site's form."""
+
+    def take(self, site: Site, form: Form) -> None:
+        """A site's form, in the course of a backward pass."""
+
+    def done(self) -> None:
+        """A column's backward pass is over."""
+
+    def finish(self) -> None:
+        """All columns are through."""
+
+    def score(self, name: str, scores: Tensor) -> None:
+        """What the general path gives of a parameter: (examples, columns, *shape)."""
 
 
 @dataclass(frozen=True)
@@ -34,10 +61,16 @@ class Pass:
     losses: Tensor  # (columns, batch)
     graph: Graph
     plan: Plan
+    beside: bool = False  # whether the losses are of the one example twice, and only the first counts
 
-    def sweep(self, take: Callable[[Site, Form], None], done: Callable[[], None]) -> None:
-        """Let `take` have every site's form, column by column; `done` is called after each."""
-        places = self.plan.places
+    def sweep(self, collector: Collector) -> None:
+        """Let a collector have the form of every site that it serves, column by column."""
+        places = {
+            place: served
+            for place, sites in self.plan.places.items()
+            if (served := [site for site in sites if collector.serves(site)])
+        }
+        size = self.losses.shape[1]
         if not places:
             return
 
@@ -46,24 +79,26 @@ class Pass:
             rows = sites[0].split.rows(grad)
             for site in sites:
                 form = RULES[site.operation](site.call(self.graph), rows)
-                if form is None or form.examples != self.batch.size or form.shape != site.weight:
+                if form is None or form.examples != size or form.shape != site.weight:
                     raise CheckError(
                         f"the rule for {site.operation} gave {'nothing' if form is None else _said(form)}, where "
-                        f"{self.batch.size} gradients of shape {tuple(site.weight)} are due. taps=False does without."
+                        f"{size} gradients of shape {tuple(site.weight)} are due. taps=False does without."
                     )
-                take(site, form)
+                collector.take(site, form.only(0) if self.beside else form)
 
         last = len(self.losses) - 1
         with backward(self.losses):
             for column in range(len(self.losses)):
                 tapped(self.losses[column].sum(), self.graph, places, self.plan.lowest, heard, retain=column < last)
-                done()
+                collector.done()
 
 
 class Engine:
     """Passes over batches, planned once for each structure of their graphs and checked against plain autograd."""
 
-    def __init__(self, scoring: Scoring, named: Mapping[str, Tensor], memory: int, taps: bool) -> None:
+    def __init__(
+        self, scoring: Scoring, named: Mapping[str, Tensor], memory: int, *, taps: bool = True, beside: bool = False
+    ) -> None:
         if not isinstance(memory, int) or isinstance(memory, bool) or memory < 1:
             raise ArgumentError(f"memory is a number of bytes, got {memory!r}.")
         self.limit = Limit(memory)
@@ -71,11 +106,34 @@ class Engine:
         self._scoring = scoring
         self._named = named
         self._taps = taps
+        self._beside = beside  # a batch of one is tapped too, run beside itself: the graph shows where examples are
         self._plans: dict[Any, list[Plan]] = {}
 
     def prepared(self, batch: Batch) -> Pass:
         """A batch, run forward and planned."""
         batch, losses = self._scoring.counted(batch)
+        if batch.size == 1 and self._beside and self._taps:
+            twice = batch.rows([0, 0])
+            made = self._planned(twice, self._scoring.losses(self._scoring.output(twice), twice))
+            return replace(made, batch=batch, beside=True)
+        return self._planned(batch, losses)
+
+    def collect(self, batches: Iterable[Any], collector: Collector) -> Source:
+        """Let a collector have all batches; where the data came from."""
+        for batch in read(batches, self._scoring.model):
+            made = self.prepared(batch)
+            collector.begin(made.plan, made.graph)
+            made.sweep(collector)
+            with backward(made.losses):
+                collector.finish()
+            for scores in self._scores(made):
+                for name, score in scores.items():
+                    collector.score(name, score)
+            require_finite_scores(collector.sums, batch.index, self._scoring.doubts)
+            del made
+        return self._scoring.source()
+
+    def _planned(self, batch: Batch, losses: Tensor) -> Pass:
         graph = Graph(losses, self._named)
         moved = graph.moves_rows(batch.size) if batch.size > 1 and self._taps else ""
         if batch.size == 1 or not self._taps or moved:
@@ -98,7 +156,7 @@ class Engine:
             plans.append(plan)
         return Pass(batch, losses, graph, plan)
 
-    def scores(self, made: Pass) -> Iterator[Scores]:
+    def _scores(self, made: Pass) -> Iterator[Scores]:
         """What the taps leave: scores of the other parameters, a few examples at a time."""
         rest = {name: self._named[name] for name in self._named if name in made.plan.general}
         return self._general.scores(made.batch, rest, made.losses, made.graph) if rest else iter(())

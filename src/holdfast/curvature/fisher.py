@@ -44,24 +44,10 @@ def diagonal_fisher(
     """
     model = unwrapped(model)
     named = trainable(model)
+    engine = Engine(Scoring(model, likelihood, targets, seed, forward), named, memory, taps=taps)
     total = accumulators(named)
-    scoring = Scoring(model, likelihood, targets, seed, forward)
-    engine = Engine(scoring, named, memory, taps)
-    squares = Squares(named, total, engine.limit)
     with untouched(model):
-        for batch in read(batches, model):
-            made = engine.prepared(batch)
-            squares.begin(made.plan, made.graph)
-            made.sweep(squares.take, squares.done)
-            with backward(made.losses):
-                squares.finish()
-            for scores in engine.scores(made):
-                for name, score in scores.items():  # (examples, columns, *shape)
-                    # Squared per example, then summed: (Σ g)² is zero at the optimum and shrinks with the batch.
-                    total[name] += score.to(total[name].dtype).square().sum((0, 1))
-            require_finite_scores(total, made.batch.index, scoring.doubts)
-            del made
-        source = scoring.source()
+        source = engine.collect(batches, Squares(named, total, engine.limit))
     return Diagonal(total, (source,))
 
 

@@ -202,6 +202,7 @@ class Shifted(Form):
     """A convolution's gradients, one offset of its kernel after another: each is a product of its own."""
 
     pieces: tuple[Callable[[], Products], ...]  # for each entry of the kernel; made when needed, and not kept
+    whole: Callable[[], Products]  # all of them at once
     examples: int
     shape: torch.Size  # (rows, columns, *kernel)
 
@@ -211,7 +212,7 @@ class Shifted(Form):
 
     def only(self, example: int) -> Shifted:
         pieces = tuple(functools.partial(piece().only, example) for piece in self.pieces)
-        return Shifted(pieces, 1, self.shape)
+        return Shifted(pieces, functools.partial(self.whole().only, example), 1, self.shape)
 
     def with_more(self, others: Sequence[Form]) -> Shifted | None:
         same = [other for other in others if isinstance(other, Shifted)]
@@ -221,7 +222,8 @@ class Shifted(Form):
         def piece(place: int) -> Products:
             return _joined([each.pieces[place]() for each in (self, *same)])
 
-        return replace(self, pieces=tuple(functools.partial(piece, place) for place in range(len(self.pieces))))
+        pieces = tuple(functools.partial(piece, place) for place in range(len(self.pieces)))
+        return replace(self, pieces=pieces, whole=lambda: _joined([each.whole() for each in (self, *same)]))
 
     def add_squares_(self, total: Tensor, limit: Limit, name: str = "a parameter") -> None:
         flat = total.view(*self.shape[:2], len(self.pieces))

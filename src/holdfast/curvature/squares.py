@@ -35,6 +35,15 @@ class Squares:
         self._rows: list[tuple[Tensor, Tensor]] = []
         self._entries = 0
 
+    @property
+    def sums(self) -> Mapping[str, Tensor]:
+        """Everything that must stay finite."""
+        return self._total
+
+    def serves(self, site: Site) -> bool:
+        """Whether it takes a site's form."""
+        return site in self._names
+
     def begin(self, plan: Plan, graph: Graph) -> None:
         """A batch: its plan and its graph."""
         self._graph = graph
@@ -69,6 +78,11 @@ class Squares:
         for total, left, right in self._rank_one.values():
             add_outer_(total, left, right)
         self._rank_one.clear()
+
+    def score(self, name: str, scores: Tensor) -> None:
+        """What the general path gives of a parameter: (examples, columns, *shape)."""
+        # Squared per example, then summed: (Σ g)² is zero at the optimum and shrinks with the batch.
+        self._total[name].add_(scores.to(self._total[name].dtype).square().sum((0, 1)))
 
     def _add(self, name: str, site: Site, form: Form) -> None:
         """A form whose squares stand for themselves."""

@@ -1,6 +1,7 @@
-"""The two inner loops that a GPU needs in one pass: each with its plain form, which is its twin and its fallback."""
+"""The inner loops that a machine needs done its own way: each with its plain form, its twin and its fallback."""
 
+from .grams import add_gram_, add_squares_, mirrored
 from .products import add_squared_products_
 from .pull import add_pull_, in_one_pass
 
-__all__ = ["add_pull_", "add_squared_products_", "in_one_pass"]
+__all__ = ["add_gram_", "add_pull_", "add_squared_products_", "add_squares_", "in_one_pass", "mirrored"]

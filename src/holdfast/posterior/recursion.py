@@ -19,17 +19,23 @@ from .gaussian import Memory, Posterior, as_posterior, kept
 Kept = TypeVar("Kept", Posterior, Memory)
 
 
-def consolidate(posterior: Kept, model: nn.Module, fisher: Precision, *, decay: float = 1.0) -> Kept:
+def consolidate(
+    posterior: Kept, model: nn.Module, fisher: Precision, *, decay: float = 1.0, exact: bool = False
+) -> Kept:
     """What the model knows after another task (the J of the derivation): μ ← θ*, Λ ← γΛ + F.
 
     `fisher` must have been taken at the weights the model has now. A strength for the task is a factor,
     `10 * fisher`; a `decay` γ below 1 forgets older tasks exponentially (online EWC). Parameters that are new in
     `fisher` join the posterior. A Memory gives a Memory, with the buffers the model has now.
+
+    Memory does not grow with tasks: diagonals and dense precisions add up, and the terms of Kronecker and low-rank ones
+    are merged into one, which is an approximation (`Kronecker.merged`, `LowRank.merged`); `exact=True` keeps them.
     """
     known, fisher = _aligned(as_posterior(posterior), model, fisher)
     params = _checked(known, model, fisher, decay)
     mean = {name: kept(parameter) for name, parameter in params.items()}
     precision = settled(decay * known.precision + fisher)
+    precision = precision if exact else precision.merged()
     after = Posterior(mean, precision, _ties(known, model, params), (known.id,))
     return Memory.of(after, model) if isinstance(posterior, Memory) else after
 

@@ -4,9 +4,11 @@ from .base import Precision
 from .dense import Dense
 from .diagonal import Diagonal, SignedDiagonal
 from .kinds import KINDS
+from .kronecker import Kronecker
+from .rotated import Rotated
 from .source import Source
 from .sum import Sum
 
-KINDS.update(diagonal=Diagonal, dense=Dense, sum=Sum)
+KINDS.update(diagonal=Diagonal, dense=Dense, kronecker=Kronecker, rotated=Rotated, sum=Sum)
 
-__all__ = ["KINDS", "Dense", "Diagonal", "Precision", "SignedDiagonal", "Source", "Sum"]
+__all__ = ["KINDS", "Dense", "Diagonal", "Kronecker", "Precision", "Rotated", "SignedDiagonal", "Source", "Sum"]

@@ -118,6 +118,10 @@ class Precision(abc.ABC):
         """Whether it holds nothing at all."""
         return not any(bool(tensor.any()) for tensor in self.tensors.values())
 
+    def merged(self) -> Precision:
+        """Λ in memory that does not grow with the number of its terms: an approximation where there are several."""
+        return self
+
     def blocks(self) -> tuple[Precision, ...]:
         """Parts over separate parameters that Λ is the sum of, as many as its structure has."""
         return (self,)
@@ -140,7 +144,8 @@ class Precision(abc.ABC):
         if rest is None:
             raise MismatchError(
                 f"{type(part).__name__} cannot be taken out of {type(self).__name__} exactly. Diagonals can be taken "
-                "out of diagonals and dense precisions, dense ones out of dense ones that cover the same parameters."
+                "out of diagonals and dense precisions, dense ones out of dense ones that cover the same parameters, "
+                "and a Kronecker product out of a sum that keeps it as a term: consolidate(..., exact=True) does."
             )
         return rest
 
@@ -197,6 +202,11 @@ def require_finite(name: str, tensor: Tensor) -> None:
         raise ArgumentError(f"`{name}` must hold floating-point numbers, got {tensor.dtype}.")
     if not bool(tensor.isfinite().all()):
         raise ArgumentError(f"`{name}` has values that are not finite.")
+
+
+def in_full_precision(like: Tensor) -> torch.autocast:
+    """Under autocast a matmul would run in half precision, whatever the matrix is kept in."""
+    return torch.autocast(like.device.type, enabled=False)
 
 
 def require_dense(size: int) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from ..errors import ArgumentError
 from .base import (
     Precision,
+    in_full_precision,
     require_dense,
     require_finite,
     require_growth,
@@ -54,7 +55,7 @@ class Dense(Precision):
         return {"matrix": self.matrix}
 
     def matvec(self, delta: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        with self._in_full_precision():
+        with in_full_precision(self.matrix):
             flat = torch.cat([delta[name].flatten() for name in self.layout])
             return self._split(self.matrix.to(flat) @ flat)
 
@@ -63,7 +64,7 @@ class Dense(Precision):
         self._require_no_negative(values)
         held = values > self._cutoff(values)
         inverse = torch.where(held, 1 / values.where(held, 1), 0)
-        with self._in_full_precision():
+        with in_full_precision(self.matrix):
             return self._split(vectors @ (inverse * (vectors.T @ self._flat(vector))))
 
     def diagonal(self) -> dict[str, Tensor]:
@@ -78,7 +79,7 @@ class Dense(Precision):
     def sample(self, generator: torch.Generator | None = None) -> dict[str, Tensor]:
         values, vectors = torch.linalg.eigh(self._wide())
         scale = self._positive_eigenvalues("a sample", values).rsqrt()
-        with self._in_full_precision():
+        with in_full_precision(self.matrix):
             return self._split(vectors @ (scale * standard_normal(values, generator)))
 
     def expanded(self, shapes: Mapping[str, torch.Size]) -> Dense:
@@ -124,10 +125,6 @@ class Dense(Precision):
         layout = {str(name): torch.Size(shape) for name, shape in structure["layout"]}
         (matrix,) = (tensors[key] for key in tensors if key == "matrix")
         return Dense(layout, matrix, sources)
-
-    def _in_full_precision(self) -> torch.autocast:
-        """Under autocast a matmul would run in half precision, whatever the matrix is kept in."""
-        return torch.autocast(self.matrix.device.type, enabled=False)
 
     def _flat(self, tensors: Mapping[str, Tensor]) -> Tensor:
         return torch.cat([tensors[name].flatten().to(self._wide()) for name in self.layout])

@@ -13,7 +13,9 @@ from .base import Precision, added
 from .dense import Dense, embedded
 from .diagonal import SignedDiagonal
 from .kinds import described, made
-from .source import Source, joined
+from .kronecker import Kronecker
+from .rotated import with_shift
+from .source import Source, joined, parted, thinned
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -21,9 +23,12 @@ class Sum(Precision):
     """Λ = Σ terms. Terms over separate parameters are blocks: they keep their own closed forms.
 
     Where terms overlap, the inverse, determinant and samples are those of the dense block, if it is small enough.
+    The sources are the sum's own: a term that absorbed a part of another no longer tells which parameters each of its
+    sources is about, and the same data would count twice.
     """
 
     terms: tuple[Precision, ...]
+    sources: tuple[Source, ...] = ()
 
     @staticmethod
     def of(*parts: Precision) -> Sum:
@@ -38,11 +43,7 @@ class Sum(Precision):
                         break
                 else:
                     terms.append(new)
-        return Sum(tuple(terms))
-
-    @property
-    def sources(self) -> tuple[Source, ...]:
-        return joined(*((term.shapes, term.sources) for term in self.terms))
+        return Sum(tuple(terms), joined(*((part.shapes, part.sources) for part in parts)))
 
     @property
     def shapes(self) -> dict[str, torch.Size]:
@@ -71,19 +72,37 @@ class Sum(Precision):
         return {name: value for block in self._apart() for name, value in block.sample(generator).items()}
 
     def expanded(self, shapes: Mapping[str, torch.Size]) -> Sum:
-        return Sum(tuple(term.expanded(shapes) for term in self.terms))
+        return Sum(tuple(term.expanded(shapes) for term in self.terms), self.sources)
 
     def renamed(self, names: Mapping[str, str]) -> Sum:
-        return Sum(tuple(term.renamed(names) for term in self.terms))
+        return Sum(tuple(term.renamed(names) for term in self.terms), self.sources)
 
     def scaled(self, factor: float) -> Sum:
-        return Sum(tuple(term.scaled(factor) for term in self.terms))
+        return Sum(tuple(term.scaled(factor) for term in self.terms), thinned(self.sources, factor))
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Sum:
-        return Sum(tuple(term.to(device, dtype) for term in self.terms))
+        return Sum(tuple(term.to(device, dtype) for term in self.terms), self.sources)
 
     def plus(self, other: Precision) -> Precision | None:
         return Sum.of(self, other)
+
+    def minus(self, part: Precision) -> Precision | None:
+        rest: list[Precision] = list(self.terms)
+        for out in part.terms if isinstance(part, Sum) else (part,):
+            for index, term in enumerate(rest):
+                left = term.minus(out)
+                if left is not None:
+                    rest[index] = left
+                    break
+            else:
+                return None
+        return Sum(tuple(rest), parted(self.sources, part.sources))
+
+    def merged(self) -> Sum:
+        return Sum(tuple(term.merged() for term in self.terms), self.sources)
+
+    def is_zero(self) -> bool:
+        return all(term.is_zero() for term in self.terms)
 
     def blocks(self) -> tuple[Precision, ...]:
         return tuple(self._apart())
@@ -98,7 +117,7 @@ class Sum(Precision):
             mark = f"{index}."
             mine = {key.removeprefix(mark): value for key, value in tensors.items() if key.startswith(mark)}
             terms.append(made(inner, mine))
-        return Sum(tuple(terms))
+        return Sum(tuple(terms), sources)
 
     def _apart(self) -> list[Precision]:
         """The same sum over separate parameters: blocks of the terms, those that overlap as one dense block."""
@@ -109,14 +128,26 @@ class Sum(Precision):
                 groups.remove(group)
                 names, members = names | group[0], group[1] + members
             groups.append((names, members))
-        return [members[0] if len(members) == 1 else _densified(members) for _, members in groups]
+        return [members[0] if len(members) == 1 else _closed(members) or _densified(members) for _, members in groups]
+
+
+def _closed(members: list[Precision]) -> Precision | None:
+    """The sum of a Kronecker product and a number times the identity, in the product's eigenvectors."""
+
+    def rotated(member: Precision) -> Precision:
+        if isinstance(member, Kronecker) and all(len(terms) == 1 for terms in member.layers.values()):
+            return member.rotated()
+        return member
+
+    return with_shift([rotated(member) for member in members])
 
 
 def settled(precision: Precision) -> Precision:
     """The same without signed diagonals; raises where one is negative."""
     if isinstance(precision, SignedDiagonal):
         return precision.precision()
-    return Sum(tuple(settled(term) for term in precision.terms)) if isinstance(precision, Sum) else precision
+    terms = precision.terms if isinstance(precision, Sum) else ()
+    return Sum(tuple(map(settled, terms)), precision.sources) if terms else precision
 
 
 def _densified(terms: list[Precision]) -> Dense:

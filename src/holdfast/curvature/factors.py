@@ -1,0 +1,206 @@
+"""The sums that Kronecker factors are made of, as the taps bring a layer's inputs and its outputs' gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ..errors import DataError
+from ..kernels import add_gram_, add_squares_, mirrored
+from ..precision.layers import Layer
+from .forms import Form, Limit, Products, Shifted, wide
+from .graph import Graph
+from .plan import Plan, Site
+from .squares import Squares
+
+# The operations that multiply by a weight, and the inputs at which the weight and the bias enter.
+_WEIGHTS = {
+    "AddmmBackward0": (1, 2), "MmBackward0": (0, 1), "BmmBackward0": (0, 1), "ConvolutionBackward0": (1,),
+}  # fmt: skip
+_BIASES = {"AddmmBackward0": 0, "ConvolutionBackward0": 2}
+
+
+@dataclass
+class Sums:
+    """What one layer's factors are made of."""
+
+    outputs: Tensor  # Σ g gᵀ: (groups, outputs, outputs), or its diagonal
+    inputs: Tensor  # Σ a aᵀ, without the bias's 1
+    ones: Tensor | None  # Σ a, where there is a bias: (groups, inputs)
+    places: int = 0  # how many a there were
+
+    def factors(self) -> tuple[Tensor, Tensor]:
+        """G, summed, and A, the mean."""
+        outputs, inputs = (mirrored(each) if each.ndim == 3 else each for each in (self.outputs, self.inputs))
+        if self.ones is not None:
+            count = torch.full_like(self.ones[:, :1], self.places)
+            if inputs.ndim == 3:
+                inputs = torch.cat([inputs, self.ones.unsqueeze(1)], 1)
+                inputs = torch.cat([inputs, torch.cat([self.ones, count], 1).unsqueeze(-1)], 2)
+            else:
+                inputs = torch.cat([inputs, count], 1)
+        return outputs, inputs / self.places
+
+
+class Factors:
+    """Takes the forms of batch after batch: those of layers into their factors, the others into a diagonal."""
+
+    def __init__(self, named: Mapping[str, Tensor], total: Mapping[str, Tensor], limit: Limit, widest: int) -> None:
+        self.total = total
+        self.layers: dict[Layer, Sums] = {}
+        self.why: dict[str, str] = {}  # reasons for which a parameter is kept as a diagonal
+        self._named = named
+        self._squares = Squares(named, total, limit)
+        self._limit = limit
+        self._widest = widest
+        self._plan: Plan | None = None
+        self._layer_of: dict[str, Layer | None] = {}  # by weight; None until its first form is seen
+        self._biases: dict[str, str] = {}  # by weight
+        self._served: dict[Site, str] = {}  # weights' sites
+        self._left: Plan = Plan({}, {}, ())
+        self._heard: set[Site] = set()
+
+    @property
+    def sums(self) -> dict[str, Tensor]:
+        """Everything that must stay finite."""
+        found = dict(self.total)
+        for layer, sums in self.layers.items():
+            found[f"{layer.weight} (outputs)"], found[f"{layer.weight} (inputs)"] = sums.outputs, sums.inputs
+        return found
+
+    def serves(self, site: Site) -> bool:
+        return site in self._served or self._squares.serves(site)
+
+    def begin(self, plan: Plan, graph: Graph) -> None:
+        if plan is not self._plan:
+            if self._plan is None:
+                self._sort(plan)
+            self._plan = plan
+            self._serve(plan)
+        self._heard.clear()
+        self._squares.begin(self._left, graph)
+
+    def take(self, site: Site, form: Form) -> None:
+        name = self._served.get(site)
+        if name is None:
+            self._squares.take(site, form)
+            return
+        with torch.no_grad():
+            self._add(name, site, form)
+
+    def done(self) -> None:
+        self._squares.done()
+
+    def finish(self) -> None:
+        self._squares.finish()
+
+    def score(self, name: str, scores: Tensor) -> None:
+        self._squares.score(name, scores)
+
+    def _sort(self, plan: Plan) -> None:
+        """Which parameters are layers, as the first batch uses them."""
+        shared = [site for sites in plan.sites.values() for site in sites]
+        for name, sites in plan.sites.items():
+            why = _unfit(sites, shared)
+            if why:
+                self.why[name] = why
+            else:
+                self._layer_of[name] = None
+        self.why |= plan.general
+        for name, sites in plan.sites.items():
+            bias = {site.place for site in sites if site.slot == _BIASES.get(site.operation)}
+            if len(bias) == len(sites) and all(_turned(site) is False for site in sites):
+                for weight in self._layer_of:
+                    if {site.place for site in plan.sites[weight]} == bias:
+                        self._biases[weight] = name
+
+    def _serve(self, plan: Plan) -> None:
+        lost = [name for name in self._layer_of if name not in plan.sites and name not in plan.unused]
+        if lost:
+            raise DataError(
+                f"`{lost[0]}` was tapped as a layer in the first batch, and cannot be in this one: "
+                f"{plan.general.get(lost[0], 'it is used differently')}. Give batches that the model treats alike, or "
+                "use diagonal_fisher."
+            )
+        self._served = {site: name for name in self._layer_of for site in plan.sites.get(name, ())}
+        folded = {*self._layer_of, *self._biases.values()}
+        self._left = replace(plan, sites={name: sites for name, sites in plan.sites.items() if name not in folded})
+
+    def _add(self, name: str, site: Site, form: Form) -> None:
+        parts = form.whole() if isinstance(form, Shifted) else form
+        if not isinstance(parts, Products):
+            raise DataError(
+                f"the rule for {site.operation} gave no product for `{name}`. diagonal_fisher takes any form."
+            )
+        layer = self._layer_of[name]
+        if layer is None:
+            layer = self._layer_of[name] = self._made(name, site, parts)
+        sums = self.layers[layer]
+        new = site not in self._heard  # the columns of an exact Fisher share their inputs
+        self._heard.add(site)
+        step = self._limit.examples(max(1, parts.share), f"what the kernel of `{name}` saw")
+        step = max(1, min(step, _CACHED // parts.share)) if parts.share and sums.inputs.device.type == "cpu" else step
+        for start in range(0, parts.examples, step):
+            inputs, grads = parts.part(start, min(start + step, parts.examples))
+            if not parts.inputs_left:
+                inputs, grads = grads, inputs
+            _add_(sums.outputs, grads)
+            if new:
+                _add_(sums.inputs, inputs)
+                sums.places += inputs.shape[0] * inputs.shape[2]
+                if sums.ones is not None:
+                    sums.ones += inputs.sum((0, 2), dtype=sums.ones.dtype)
+
+    def _made(self, name: str, site: Site, parts: Products) -> Layer:
+        parameter = self._named[name]
+        turned = parts.inputs_left != _turned(site)
+        rows = parts.columns if _turned(site) else parts.rows
+        layer = Layer(name, None, parameter.shape, parts.groups, rows, turned)
+        bias = self._biases.get(name)
+        if bias is not None and self._named[bias].shape == (layer.groups * layer.outputs,):
+            layer = Layer(name, bias, parameter.shape, parts.groups, rows, turned)
+        outputs, inputs = (
+            torch.zeros(
+                layer.groups, *[size] * (1 + (size <= self._widest)), dtype=wide(parameter), device=parameter.device
+            )
+            for size in (layer.outputs, layer.inputs - (layer.bias is not None))
+        )
+        ones = None if layer.bias is None else inputs.new_zeros(layer.groups, inputs.shape[-1])
+        self.layers[layer] = Sums(outputs, inputs, ones)
+        return layer
+
+
+_CACHED = 4 << 20
+
+
+def _add_(total: Tensor, sides: Tensor) -> None:
+    """Add Σ x xᵀ, or its diagonal, for sides of (examples, groups, positions, size)."""
+    for group, rows in enumerate(sides.unbind(1)):
+        (add_gram_ if total.ndim == 3 else add_squares_)(total[group], rows.reshape(-1, rows.shape[-1]))
+
+
+def _unfit(sites: tuple[Site, ...], every: list[Site]) -> str:
+    """Why a parameter is no layer's weight; nothing if it is."""
+    for site in sites:
+        if site.slot not in _WEIGHTS.get(site.operation, ()):
+            return f"it is used in {site.operation}"
+        if every.count(site) > 1 or site.route.steps is None:
+            return "it is computed with before it is used"
+        if _turned(site) is None:
+            return "a part of it is used, or in another order"
+    if len({(_turned(site), site.weight, site.slot) for site in sites}) > 1:
+        return "it is used in two ways"
+    return ""
+
+
+def _turned(site: Site) -> bool | None:
+    """Whether a weight is seen transposed; None where it is not its whole parameter, in one of the two orders."""
+    steps = [step for step in site.route.steps or () if step[0] != "same"]
+    if all(step[0] == "viewed" for step in steps):
+        return False
+    last = len(site.weight)
+    swaps = {frozenset((last - 1, last)), frozenset((-1, -2))}
+    return True if len(steps) == 1 and steps[0][0] == "transposed" and frozenset(steps[0][1:]) in swaps else None

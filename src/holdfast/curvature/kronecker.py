@@ -1,0 +1,81 @@
+"""The Kronecker-factored Fisher: for each layer, what its inputs do together and what its outputs' gradients do."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..errors import ArgumentError, HoldfastWarning
+from ..likelihood import Likelihood
+from ..params import trainable, unwrapped
+from ..precision import Diagonal, Kronecker, Precision, Source
+from ..precision.kronecker import Term
+from ..precision.layers import Layer
+from ..untouched import untouched
+from .batches import Forward
+from .engine import MEMORY, Engine
+from .factors import Factors
+from .scores import Scoring, Targets, accumulators
+
+# A factor over more directions than this is kept as its diagonal: as a matrix it would take over 256 MiB.
+WIDEST = 8192
+
+
+def kronecker_fisher(
+    model: nn.Module,
+    batches: Iterable[Any],
+    likelihood: Likelihood,
+    *,
+    targets: Targets | None = None,
+    seed: int = 0,
+    forward: Forward | None = None,
+    memory: int = MEMORY,
+    widest: int = WIDEST,
+) -> Precision:
+    """The Fisher information as G ⊗ A for each linear and convolutional layer, and a diagonal for all the rest.
+
+    A = mean of a aᵀ over a layer's inputs, with a 1 for the bias; G = sum of g gᵀ over the gradients of its outputs.
+    Every position of a sequence, every place of a convolution's kernel and every use of a shared layer counts as an
+    input of its own ("expand": Eschenhagen et al., 2023), as it is where each has a loss of its own.
+
+    A layer is what multiplies by a whole parameter, whatever module does it. Its bias joins if it is added in the same
+    operation. A side with more than `widest` directions (a vocabulary) is kept as its diagonal. The other arguments are
+    those of `diagonal_fisher`, and so is the cost: about one training pass, and two matrix products per layer.
+    """
+    if not isinstance(widest, int) or isinstance(widest, bool) or widest < 1:
+        raise ArgumentError(f"widest is the number of directions up to which a factor is a matrix, got {widest!r}.")
+    model = unwrapped(model)
+    named = trainable(model)
+    scoring = Scoring(model, likelihood, targets, seed, forward)
+    engine = Engine(scoring, named, memory, beside=True)
+    factors = Factors(named, accumulators(named), engine.limit, widest)
+    with untouched(model):
+        source = engine.collect(batches, factors)
+    return _assembled(factors, named, source)
+
+
+def _assembled(factors: Factors, named: Mapping[str, Tensor], source: Source) -> Precision:
+    layers: dict[Layer, tuple[Term, ...]] = {}
+    order = list(named)
+    for layer, sums in sorted(factors.layers.items(), key=lambda each: order.index(each[0].weight)):
+        outputs, inputs = sums.factors()
+        layers[layer] = (Term(outputs, inputs, source.size),)
+    folded = {name for layer in layers for name in layer.shapes}
+    entries = {name: factors.total[name] for name in named if name not in folded}
+    if not layers:
+        warnings.warn(
+            f"no layer could be factored, so this is the diagonal Fisher. {_reasons(factors.why)}",
+            HoldfastWarning,
+            stacklevel=3,
+        )
+        return Diagonal(entries, (source,))
+    kronecker = Kronecker(layers, (source,))
+    return kronecker + Diagonal(entries, (source,)) if entries else kronecker
+
+
+def _reasons(why: Mapping[str, str]) -> str:
+    first = [f"`{name}`: {reason}" for name, reason in list(why.items())[:3]]
+    return "; ".join(first) + "."

@@ -1,0 +1,33 @@
+"""Σₙ xₙ xₙᵀ, the inner loop of Kronecker factors, and its diagonal."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+# On a CPU a wide Gram matrix is made in strips of this many rows, what lies below the diagonal left out.
+_STRIP = 256
+
+
+def add_gram_(total: Tensor, rows: Tensor) -> None:
+    """Add XᵀX to total, (size, size), for rows X of (n, size). Below the diagonal it may stay as it was."""
+    if rows.is_cuda and rows.dtype in (torch.bfloat16, torch.float16) and total.dtype == torch.float32:
+        total += torch.mm(rows.T, rows, out_dtype=torch.float32)
+        return
+    rows = rows.to(total.dtype)
+    size = len(total)
+    if rows.is_cuda or size < 2 * _STRIP:
+        total.addmm_(rows.T, rows)
+        return
+    for start in range(0, size, _STRIP):
+        total[start : start + _STRIP, start:].addmm_(rows[:, start : start + _STRIP].T, rows[:, start:])
+
+
+def mirrored(total: Tensor) -> Tensor:
+    """The symmetric matrix whose upper triangle a total has."""
+    return total.triu() + total.triu(1).mT
+
+
+def add_squares_(total: Tensor, rows: Tensor) -> None:
+    """Add Σₙ xₙ² to total, (size,), for rows of (n, size)."""
+    total += torch.linalg.vector_norm(rows, dim=0, dtype=total.dtype).square_()
