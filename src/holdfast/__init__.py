@@ -10,6 +10,7 @@ from .curvature import (
     diagonal_hessian,
     hutchinson_hessian,
     kronecker_fisher,
+    mixed_fisher,
 )
 from .errors import (
     ArgumentError,
@@ -74,6 +75,7 @@ __all__ = [
     "kronecker_fisher",
     "load",
     "merge",
+    "mixed_fisher",
     "penalty",
     "penalty_gradient",
     "prior",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import functools
 from collections.abc import Collection, Iterable, Iterator, Mapping
 
@@ -10,6 +11,9 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from .errors import ArgumentError, InertError, MismatchError
+
+# Patterns over names (or names) that choose parameters; None for all of them.
+Only = str | Collection[str] | None
 
 # The child through which a wrapper shows the model it wraps, by class name: the classes themselves
 # live in packages that may not be installed.
@@ -90,8 +94,8 @@ def all_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return _named(model)[0]
 
 
-def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that require gradients, by canonical name.
+def trainable(model: nn.Module, only: Only = None) -> dict[str, nn.Parameter]:
+    """The parameters that require gradients, by canonical name; of those `only` the ones that fit a pattern.
 
     >>> list(trainable(nn.DataParallel(nn.Linear(2, 1))))
     ['weight', 'bias']
@@ -105,7 +109,24 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
             f"{type(model).__name__} has no trainable parameters, so there is nothing to hold. "
             "Was it frozen with requires_grad_(False)?"
         )
-    return found
+    if only is None:
+        return found
+    part = chosen(found, only)
+    if not part:
+        raise ArgumentError(f"only={only!r} fits none of the trainable parameters: {some(found)}.")
+    return part
+
+
+def chosen(named: Mapping[str, nn.Parameter], only: str | Collection[str]) -> dict[str, nn.Parameter]:
+    """The parameters whose names are among `only`, or fit a pattern of it, such as "head.*"."""
+    patterns = [only] if isinstance(only, str) else list(only)
+    if not all(isinstance(pattern, str) for pattern in patterns):
+        raise ArgumentError(f"parameters are chosen by names or patterns over names, got {only!r}.")
+    return {
+        name: parameter
+        for name, parameter in named.items()
+        if any(name == pattern or fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+    }
 
 
 def aliases(model: nn.Module) -> dict[str, tuple[str, ...]]:

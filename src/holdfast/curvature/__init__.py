@@ -4,10 +4,12 @@ from . import convolution  # noqa: F401  # its rule enters the table
 from .batch_sums import Estimate, batch_sum_fisher
 from .calls import Call
 from .coverage import Coverage, coverage
-from .fisher import dense_fisher, diagonal_fisher
+from .dense import dense_fisher
+from .fisher import diagonal_fisher
 from .forms import Form, Lookup, Products, Rows
 from .hessian import diagonal_hessian, hutchinson_hessian
 from .kronecker import kronecker_fisher
+from .mixed import mixed_fisher
 from .rules import RULES, rule
 
 __all__ = [
@@ -26,5 +28,6 @@ __all__ = [
     "diagonal_hessian",
     "hutchinson_hessian",
     "kronecker_fisher",
+    "mixed_fisher",
     "rule",
 ]

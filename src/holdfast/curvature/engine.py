@@ -34,8 +34,8 @@ class Collector(Protocol):
     def sums(self) -> Mapping[str, Tensor]:
         """Everything that must stay finite."""
 
-    def begin(self, plan: Plan, graph: Graph) -> None:
-        """A batch: its plan and its graph."""
+    def begin(self, plan: Plan, graph: Graph, examples: int, columns: int) -> None:
+        """A batch: its plan, its graph, and how many scores will come."""
 
     def serves(self, site: Site) -> bool:
         """Whether it takes a site's form."""
@@ -47,7 +47,7 @@ class Collector(Protocol):
         """A column's backward pass is over."""
 
     def finish(self) -> None:
-        """All columns are through."""
+        """A batch is through."""
 
     def score(self, name: str, scores: Tensor) -> None:
         """What the general path gives of a parameter: (examples, columns, *shape)."""
@@ -122,13 +122,13 @@ class Engine:
         """Let a collector have all batches; where the data came from."""
         for batch in read(batches, self._scoring.model):
             made = self.prepared(batch)
-            collector.begin(made.plan, made.graph)
+            collector.begin(made.plan, made.graph, made.batch.size, len(made.losses))
             made.sweep(collector)
-            with backward(made.losses):
-                collector.finish()
             for scores in self._scores(made):
                 for name, score in scores.items():
                     collector.score(name, score)
+            with backward(made.losses):
+                collector.finish()
             require_finite_scores(collector.sums, batch.index, self._scoring.doubts)
             del made
         return self._scoring.source()

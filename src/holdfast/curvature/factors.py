@@ -74,7 +74,7 @@ class Factors:
     def serves(self, site: Site) -> bool:
         return site in self._served or self._squares.serves(site)
 
-    def begin(self, plan: Plan, graph: Graph) -> None:
+    def begin(self, plan: Plan, graph: Graph, examples: int, columns: int) -> None:
         if plan is not self._plan:
             if self._plan is None:
                 self._sort(plan)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..errors import ArgumentError, HoldfastWarning
 from ..likelihood import Likelihood
-from ..params import trainable, unwrapped
+from ..params import Only, trainable, unwrapped
 from ..precision import Diagonal, Kronecker, Precision, Source
 from ..precision.kronecker import Term
 from ..precision.layers import Layer
@@ -32,6 +32,7 @@ def kronecker_fisher(
     targets: Targets | None = None,
     seed: int = 0,
     forward: Forward | None = None,
+    only: Only = None,
     memory: int = MEMORY,
     widest: int = WIDEST,
 ) -> Precision:
@@ -48,7 +49,7 @@ def kronecker_fisher(
     if not isinstance(widest, int) or isinstance(widest, bool) or widest < 1:
         raise ArgumentError(f"widest is the number of directions up to which a factor is a matrix, got {widest!r}.")
     model = unwrapped(model)
-    named = trainable(model)
+    named = trainable(model, only)
     scoring = Scoring(model, likelihood, targets, seed, forward)
     engine = Engine(scoring, named, memory, beside=True)
     factors = Factors(named, accumulators(named), engine.limit, widest)

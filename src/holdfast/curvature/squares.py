@@ -44,7 +44,7 @@ class Squares:
         """Whether it takes a site's form."""
         return site in self._names
 
-    def begin(self, plan: Plan, graph: Graph) -> None:
+    def begin(self, plan: Plan, graph: Graph, examples: int = 0, columns: int = 0) -> None:
         """A batch: its plan and its graph."""
         self._graph = graph
         if plan is not self._plan:
@@ -74,7 +74,7 @@ class Squares:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """All columns are through."""
+        """A batch is through."""
         for total, left, right in self._rank_one.values():
             add_outer_(total, left, right)
         self._rank_one.clear()

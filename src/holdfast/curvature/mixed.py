@@ -1,0 +1,62 @@
+"""A structure for each part of a model, chosen by the names of its parameters."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from torch import nn
+
+from ..errors import ArgumentError, DataError
+from ..likelihood import Likelihood
+from ..params import chosen, some, trainable, unwrapped
+from ..precision import Precision
+from .batches import Forward
+from .engine import MEMORY
+from .scores import Targets
+
+
+def mixed_fisher(
+    model: nn.Module,
+    batches: Iterable[Any],
+    likelihood: Likelihood,
+    structures: Mapping[str, Callable[..., Precision]],
+    *,
+    targets: Targets | None = None,
+    seed: int = 0,
+    forward: Forward | None = None,
+    memory: int = MEMORY,
+) -> Precision:
+    """The Fisher information of separate parts of a model, each with a structure of its own.
+
+        mixed_fisher(model, loader, holdfast.categorical,
+                     {"head.*": holdfast.dense_fisher, "*norm*": holdfast.diagonal_fisher,
+                      "*": holdfast.kronecker_fisher})
+
+    A parameter belongs to the first pattern that fits its name. A structure's own arguments are given with it:
+    functools.partial(holdfast.lowrank_fisher, rank=32). The data is read once for each pattern, so a one-shot iterator
+    is refused. Between parts there is no curvature.
+    """
+    named = trainable(unwrapped(model))
+    if not structures:
+        raise ArgumentError('mixed_fisher needs a structure for each part: {"*": holdfast.kronecker_fisher}.')
+    if isinstance(batches, Iterator):
+        raise DataError(
+            "the data is read once for each pattern, and an iterator can be read once. Give a list, or a loader."
+        )
+    left, parts = dict(named), []
+    for pattern, fisher in structures.items():
+        if not callable(fisher):
+            raise ArgumentError(f"`{pattern}` needs a function such as holdfast.kronecker_fisher, got {fisher!r}.")
+        mine = chosen(left, pattern)
+        if not mine:
+            raise ArgumentError(f"no parameter is left for `{pattern}`. Left are {some(left) or 'none'}.")
+        left = {name: parameter for name, parameter in left.items() if name not in mine}
+        parts.append((fisher, list(mine)))
+    if left:
+        raise ArgumentError(f'no pattern fits {some(left)}. Add "*" as the last one, for all the rest.')
+    shared = {"targets": targets, "seed": seed, "forward": forward, "memory": memory}
+    found = [fisher(model, batches, likelihood, only=names, **shared) for fisher, names in parts]
+    return functools.reduce(operator.add, found)
