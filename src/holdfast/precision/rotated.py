@@ -141,6 +141,14 @@ class Rotated(Precision):
         layers = {layer: (basis, factor * entries) for layer, (basis, entries) in self.layers.items()}
         return Rotated(layers, thinned(self.sources, factor))
 
+    def turned(self, bases: Mapping[Layer, Basis]) -> Rotated:
+        """The diagonal that Λ has in other bases, what is off it left out. Exact in its own."""
+        layers = {}
+        for layer, (basis, entries) in self.layers.items():
+            with in_full_precision(entries):
+                layers[layer] = (bases[layer], basis.seen_from(bases[layer]).squared().back(entries))
+        return Rotated(layers, self.sources)
+
     def shifted(self, layer: Layer, amount: Tensor, sources: tuple[Source, ...]) -> Rotated:
         """Λ + c·I over one layer: the identity is the same in every basis."""
         basis, entries = self.layers[layer]
