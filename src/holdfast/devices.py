@@ -23,11 +23,3 @@ def full(tensor: Any) -> Any:
 def part(tensor: Tensor) -> Tensor:
     """What this process holds of a tensor."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
-
-
-def placed(tensor: Tensor, like: Tensor) -> Tensor:
-    """A tensor distributed over processes as another one is: what is a sum yet to be made is made."""
-    placements = getattr(like, "placements", None)
-    if placements is None or tensor.placements == placements:  # type: ignore[attr-defined]
-        return tensor
-    return tensor.redistribute(placements=placements)  # type: ignore[attr-defined,no-any-return]

@@ -151,6 +151,7 @@ def ddp(rank: int) -> dict:
 
 
 def errors(rank: int) -> dict:
+    from torch.distributed._composable.replicate import replicate
     from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
     model, estimate, data = sharded(), holdfast.batch_sum_fisher, share(rank)
@@ -170,6 +171,8 @@ def errors(rank: int) -> dict:
     found["inner ddp"] = fails(estimate, inner, data, holdfast.categorical)
     flat_pieces = FullyShardedDataParallel(made(Scaled), device_id=torch.device("cpu"), use_orig_params=True)
     found["flat"] = fails(estimate, flat_pieces, data, holdfast.categorical)
+    hooked = replicate(made(Scaled))
+    found["hooked"] = fails(estimate, hooked, data, holdfast.categorical)
     replicas = nn.parallel.DistributedDataParallel(made(Scaled))
     wrong = [(x, y + 9 * rank) for x, y in data]
     found["ddp label"] = fails(estimate, replicas, wrong, holdfast.categorical, targets="observed")
@@ -412,6 +415,7 @@ def test_one_rank_alone_is_as_if_it_were_not_sharded(found):
         ("accumulating", "ArgumentError", [r"set_requires_gradient_sync\(True\)"] * 2),
         ("half", "ArgumentError", ["`scale` is not in fully_shard's hands"] * 2),
         ("flat", "ArgumentError", ["the model` is a FullyShardedDataParallel"] * 2),
+        ("hooked", "ArgumentError", ["Wrap it in DistributedDataParallel instead"] * 2),
         ("inner ddp", "ArgumentError", ["a part of the model is wrapped"] * 2),
     ],
 )

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ..devices import full, placed
+from ..devices import full
 from ..errors import ArgumentError
 from ..likelihood import Likelihood
 from ..params import trainable, unwrapped
@@ -107,7 +107,7 @@ def _gradients(loss: Tensor, named: Mapping[str, nn.Parameter], index: int, rank
     for parameter in named.values():
         parameter.grad = None
     loss.backward()  # type: ignore[no-untyped-call]
-    found = {name: placed(p.grad.to_dense(), p) for name, p in named.items() if p.grad is not None}
+    found = {name: p.grad.to_dense() for name, p in named.items() if p.grad is not None}
     for parameter in named.values():
         parameter.grad = None
     return found
@@ -118,6 +118,7 @@ def _add_squares_(
     total: Mapping[str, Tensor], fourth: Mapping[str, Tensor], grads: dict[str, Tensor], divisor: float
 ) -> None:
     for name in list(grads):
+        # Sequence-parallel gradients are sums yet to be made. Arithmetic on DTensors makes them; shards would not do.
         square = grads.pop(name).to(total[name].dtype).square() / divisor
         total[name].add_(square)
         fourth[name].add_(square.double().square().sum())

@@ -131,6 +131,7 @@ def ranks_of(model: nn.Module) -> Iterator[Ranks]:
     if not (isinstance(model, nn.Module) and distributed.is_available() and distributed.is_initialized()):
         yield Ranks()
         return
+    from torch.distributed._composable.contract import _get_registry
     from torch.distributed.fsdp import FSDPModule
 
     sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
@@ -145,6 +146,11 @@ def ranks_of(model: nn.Module) -> Iterator[Ranks]:
         for name in ("gradient_divide_factor", "reduce_scatter_reduce_op")
         if hasattr(group, name)
     ]
+    if any("replicate" in (_get_registry(module) or ()) and module not in sharded for module in model.modules()):
+        raise ArgumentError(
+            "the model is replicated by a hook that averages gradients (torch.distributed._composable.replicate). Wrap "
+            "it in DistributedDataParallel instead."
+        )
     data, apart = _data_parallel(model, groups)
     ranks = Ranks(data, _tensor_parallel(model, data, apart), apart)
     try:
