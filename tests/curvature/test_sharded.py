@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, distributed, nn
+from torch.utils.checkpoint import checkpoint
 
 import holdfast
 from cases import CASES, Case
@@ -36,6 +37,11 @@ class Scaled(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.scale * self.head(self.body(x))
+
+
+class Checkpointed(Scaled):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale * checkpoint(self.head, self.body(x), use_reentrant=True)
 
 
 class Normed(nn.Module):
@@ -107,10 +113,10 @@ def fails(function, *args, **options) -> tuple[str, str]:
     return "nothing", ""
 
 
-def sharded(mesh=None) -> nn.Module:
+def sharded(mesh=None, kind: type[nn.Module] = Scaled) -> nn.Module:
     from torch.distributed.fsdp import fully_shard
 
-    model = made(Scaled)
+    model = made(kind)
     fully_shard(model.body, mesh=mesh)
     return fully_shard(model, mesh=mesh)
 
@@ -142,6 +148,10 @@ def alike(rank: int) -> dict:
     data = CASE.batches((3,))
     return {t: summary(holdfast.batch_sum_fisher(model, data, holdfast.categorical, targets=t, draws=80), model)
             for t in ("sampled", "observed")}  # fmt: skip
+
+
+def checkpointed(rank: int) -> dict:
+    return run(sharded(kind=Checkpointed), share(rank), targets="observed")
 
 
 def ddp(rank: int) -> dict:
@@ -233,7 +243,11 @@ def alone(rank: int) -> dict:
     return run(sharded(), share(0), targets="observed")
 
 
-SCENARIOS = {1: [alone], 2: [fsdp, alike, ddp, errors, tensor_parallel], 4: [hybrid, sharded_and_parallel]}
+SCENARIOS = {
+    1: [alone],
+    2: [fsdp, checkpointed, alike, ddp, errors, tensor_parallel],
+    4: [hybrid, sharded_and_parallel],
+}
 
 
 def work(rank: int, world: int, folder: Path) -> None:
@@ -337,6 +351,12 @@ def test_a_sharded_model_squares_the_sum_over_all_ranks(found):
     shares = [drawn(share(rank), found["fsdp"][rank]["sampled"]["labels"], 2) for rank in (0, 1)]
     torch.testing.assert_close(flat(sampled["entries"]), by_hand(model, list(zip(*shares, strict=True))) / 2)
     assert (observed["squares"], sampled["squares"]) == (3, 6)
+
+
+def test_reentrant_checkpoints_change_nothing(found):
+    for plain, checkpointed in zip(found["fsdp"], found["checkpointed"], strict=True):
+        torch.testing.assert_close(flat(checkpointed["entries"]), flat(plain["observed"]["entries"]))
+        assert checkpointed["id"] == plain["observed"]["id"]
 
 
 def test_the_source_is_that_of_all_the_data_in_one_process(found):
