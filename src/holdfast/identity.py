@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from .devices import full
+
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # Entries at once: on the CPU few enough for temporaries to stay in its cache, elsewhere many for few calls.
 _CHUNK = {"cpu": 1 << 17}
@@ -34,7 +36,7 @@ def fingerprints(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """A short identity of each tensor: its form, its bits, and where they are."""
     found = {}
     for name, tensor in tensors.items():
-        total = int(_weighted(_integers(tensor).reshape(1, -1)))
+        total = int(_weighted(_integers(full(tensor.detach())).reshape(1, -1)))
         found[name] = digest(f"{tuple(tensor.shape)} {tensor.dtype} {total}")[:16]
     return found
 

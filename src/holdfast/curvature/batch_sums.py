@@ -9,13 +9,15 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from ..devices import full
 from ..errors import ArgumentError
 from ..likelihood import Likelihood
 from ..params import trainable, unwrapped
 from ..precision import Diagonal
 from ..untouched import untouched
 from .batches import Forward, read
-from .scores import Scoring, accumulators, backward, require_finite_scores
+from .ranks import Ranks, ranks_of
+from .scores import Scoring, accumulators, backward, differentiated, require_finite_scores
 
 
 @dataclass(frozen=True)
@@ -45,8 +47,13 @@ def batch_sum_fisher(
 
     Scores under labels drawn from the model have mean zero, so that the cross terms of a square average out (sₙ = 1);
     under the data's labels, random signs sₙ do the same. It takes `.backward()` and `.grad` alone, and so works under
-    activation checkpointing of either kind. An entry's relative error is about √(2/m) for m squares: give many small
-    batches, or several `draws` of each. `diagonal_fisher` is exact where it can be had.
+    activation checkpointing of either kind and on sharded models. An entry's relative error is about √(2/m) for m
+    squares: give many small batches, or several `draws` of each. `diagonal_fisher` is exact where it can be had.
+
+    On several processes, call it on all of them. The data-parallel ranks of `fully_shard` and DistributedDataParallel
+    each give batches of their own, tensor-parallel ranks the same ones; all get the one estimate for all the data, with
+    entries distributed as the parameters are. What `fully_shard` shards, it squares summed over the ranks, which must
+    have as many batches each.
 
     The standard errors take the sum over a batch for normal, whose square has variance 2/3 of its mean square; for
     batches of a few examples they are rough.
@@ -55,49 +62,66 @@ def batch_sum_fisher(
         raise ArgumentError(f"targets must be 'sampled' or 'observed' for batch sums, got {targets!r}.")
     if not isinstance(draws, int) or draws < 1:
         raise ArgumentError(f"an estimate needs at least one draw, got draws={draws!r}.")
-    model = unwrapped(model)
-    named = trainable(model)
-    total = accumulators(named)
-    scoring = Scoring(model, likelihood, targets, seed, forward)
-    coins = torch.Generator().manual_seed(seed)
-    fourth = {name: torch.zeros((), dtype=torch.float64, device=p.device) for name, p in named.items()}
-    squares = 0
-    with untouched(model):
-        for batch in read(batches, model):
-            for draw in range(draws):
-                scored, losses = scoring.counted(batch) if draw == 0 else scoring.drawn_again(batch)
-                if targets == "observed":
-                    signs = 2 * torch.randint(0, 2, (scored.size,), generator=coins) - 1
-                    losses = losses * signs.to(losses)
-                for parameter in named.values():
-                    parameter.grad = None
-                with backward(losses):
-                    losses.sum().backward()  # type: ignore[no-untyped-call]
-                _add_squares_(total, fourth, named, draws)
-                squares += 1
-            require_finite_scores(total, batch.index, scoring.doubts)
-        source = replace(scoring.source(), targets=f"{targets}, batch sums")
+    with ranks_of(model) as ranks:
+        model = unwrapped(model)
+        named = trainable(model)
+        scoring = Scoring(model, likelihood, targets, seed, forward, ranks)
+        coins = torch.Generator().manual_seed(ranks.seed(seed))
+        total = accumulators(named)
+        fourth = {name: entries.sum(dtype=torch.float64) for name, entries in total.items()}
+        squares = 0
+        with untouched(model), ranks.together():
+            for batch in ranks.in_step(read(batches, model)):
+                for draw in range(draws):
+                    scored, losses = scoring.counted(batch) if draw == 0 else scoring.drawn_again(batch)
+                    if targets == "observed":
+                        signs = 2 * torch.randint(0, 2, (scored.size,), generator=coins) - 1
+                        losses = losses * signs.to(losses)
+                    with backward(losses):
+                        grads = _gradients(losses.sum(), named, batch.index, ranks)
+                    _add_squares_(total, fourth, grads, draws / ranks.averaged**2)
+                    squares += 1
+                require_finite_scores(total, batch.index, scoring.doubts)
+                if ranks.averaged > 1 or ranks.tensor:
+                    scoring.doubts.settle()  # before a forward pass that would wait for this rank
+            source = replace(scoring.source(), targets=f"{targets}, batch sums")
+            squares = sum(ranks.shares(squares)) if ranks.apart else squares
+            ranks.add_(*total.values(), *fourth.values())
+        fisher = Diagonal(total, (source,))
     # Var(g²) = 2 (E g²)² = ⅔ E g⁴ for a normal g.
-    variances = {name: 2 / 3 * float(each) for name, each in fourth.items()}
-    norms = {name: float(entries.double().square().sum()) for name, entries in total.items()}
+    variances = {name: 2 / 3 * float(full(each)) for name, each in fourth.items()}
+    norms = {name: float(full(entries.double().square().sum())) for name, entries in total.items()}
     return Estimate(
-        Diagonal(total, (source,)),
+        fisher,
         {name: _relative(variances[name], norms[name]) for name in named},
         _relative(sum(variances.values()), sum(norms.values())),
         squares,
     )
 
 
+def _gradients(loss: Tensor, named: Mapping[str, nn.Parameter], index: int, ranks: Ranks) -> dict[str, Tensor]:
+    """The loss's gradients: averaged over ranks that go in step, this rank's own where they go apart."""
+    if ranks.apart:
+        # Past the hooks of DistributedDataParallel: after a forward pass without a backward, they would average.
+        return dict(zip(named, differentiated(loss, list(named.values()), index, retain=False), strict=True))
+    for parameter in named.values():
+        parameter.grad = None
+    loss.backward()  # type: ignore[no-untyped-call]
+    found = {name: p.grad.to_dense() for name, p in named.items() if p.grad is not None}
+    for parameter in named.values():
+        parameter.grad = None
+    return found
+
+
 @torch.no_grad()
 def _add_squares_(
-    total: Mapping[str, Tensor], fourth: Mapping[str, Tensor], named: Mapping[str, Tensor], draws: int
+    total: Mapping[str, Tensor], fourth: Mapping[str, Tensor], grads: dict[str, Tensor], divisor: float
 ) -> None:
-    for name, parameter in named.items():
-        if parameter.grad is not None:
-            square = parameter.grad.to_dense().to(total[name].dtype).square() / draws
-            total[name].add_(square)
-            fourth[name].add_(square.double().square().sum())
-            parameter.grad = None
+    for name in list(grads):
+        # Sequence-parallel gradients are sums yet to be made. Arithmetic on DTensors makes them; shards would not do.
+        square = grads.pop(name).to(total[name].dtype).square() / divisor
+        total[name].add_(square)
+        fourth[name].add_(square.double().square().sum())
 
 
 def _relative(variance: float, norm: float) -> float:

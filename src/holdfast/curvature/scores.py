@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from ..devices import full, part
 from ..errors import ArgumentError, DataError, InertError
 from ..identity import digest, fingerprints, row_sums
 from ..likelihood import Likelihood
@@ -18,6 +19,7 @@ from ..precision import Source
 from .batches import Batch, Forward, require_finite_output, run
 from .doubts import Doubts
 from .forms import wide
+from .ranks import Ranks
 
 Targets = Literal["expected", "sampled", "observed"]
 
@@ -37,7 +39,13 @@ class Scoring:
     """
 
     def __init__(
-        self, model: nn.Module, likelihood: Likelihood, targets: Targets | None, seed: int, forward: Forward | None
+        self,
+        model: nn.Module,
+        likelihood: Likelihood,
+        targets: Targets | None,
+        seed: int,
+        forward: Forward | None,
+        ranks: Ranks | None = None,
     ) -> None:
         if not isinstance(likelihood, Likelihood):
             raise ArgumentError(
@@ -49,20 +57,23 @@ class Scoring:
             raise ArgumentError(f"targets must be 'expected', 'sampled' or 'observed', got {targets!r}.")
         if not isinstance(seed, int):
             raise ArgumentError(f"a seed is an integer, got {seed!r}.")
+        if ranks is None:
+            _require_whole(model)
         _require_separable(model)
         self.model = model
         self.likelihood = likelihood
         self.targets: str | None = targets
+        self.ranks = ranks or Ranks()
         self.doubts = Doubts()
         self._count: float | Tensor = 0.0
         self._forward = forward
-        self._generator = torch.Generator().manual_seed(seed)
+        self._generator = torch.Generator().manual_seed(self.ranks.seed(seed))
         self._data: list[Tensor] = []
         self._separate: set[tuple[torch.Size, ...]] = set()
 
     def output(self, batch: Batch) -> Any:
         """The model's output on a batch."""
-        return run(self.model, batch, self._forward)
+        return full(run(self.model, batch, self._forward))
 
     def counted(self, batch: Batch) -> tuple[Batch, Tensor]:
         """The batch with the labels to score, and its pseudo-losses, (columns, batch). Call it once per batch."""
@@ -91,10 +102,12 @@ class Scoring:
             losses.isfinite().all(),
             lambda _: DataError(f"batch {index}: {self.likelihood.name} gave a value that is not finite."),
         )
-        if shapes not in self._separate:
+        if any(self.ranks.met(shapes not in self._separate)):  # a forward pass of all ranks, or of none
             self.doubts.settle()
             self._require_separate(batch, output, losses)
             self._separate.add(shapes)
+            different = f"batch {index} has different losses"
+            self.ranks.require_alike(float(losses.detach().sum()), different, tolerance=tolerance(losses))
         self._count += self.likelihood.count(batch.size, batch.given)
         # Sums over rows, so that the data has one identity however it is cut or shuffled; squares bind what belongs
         # to one example together.
@@ -121,13 +134,15 @@ class Scoring:
     def source(self) -> Source:
         """Where what was computed from the batches counted, at the model's weights, came from."""
         self.doubts.settle()
-        num_data = float(self._count)
+        own = (float(self._count), *torch.stack(self._data).sum(0).tolist())
+        num_data, *data = (sum(each) for each in zip(*self.ranks.shares(own), strict=True))
         if num_data <= 0:
             raise DataError("no label counts: every position of every batch is ignored.")
         weights = fingerprints(all_parameters(self.model))
-        data = [int(total) % 2**64 for total in torch.stack(self._data).sum(0)]
         return Source(
-            id=digest(f"{data} {num_data} {self.likelihood.name} {sorted(weights.items())}"),
+            id=digest(
+                f"{[int(total) % 2**64 for total in data]} {num_data} {self.likelihood.name} {sorted(weights.items())}"
+            ),
             size=num_data,
             unit=self.likelihood.unit,
             likelihood=self.likelihood.name,
@@ -214,7 +229,7 @@ def require_finite_scores(total: Mapping[str, Tensor], index: int, doubts: Doubt
     for name, entries in total.items():
         alike.setdefault((entries.device, entries.dtype), []).append(name)
     for names in alike.values():
-        every = [total[name] for name in names]
+        every = [part(total[name]) for name in names]
         # Not finite if an entry is not, and read once; in one call for all where there is a GPU.
         sums = torch._foreach_norm(every, 1) if every[0].is_cuda else [entries.sum() for entries in every]
 
@@ -235,14 +250,22 @@ def _not_rows(size: int, got: str) -> str:
     )
 
 
-def _require_separable(model: nn.Module) -> None:
+def _require_whole(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if type(parameter.data).__name__ == "DTensor":
             raise ArgumentError(
-                f"`{name}` is sharded over processes (a DTensor), and a Fisher is taken on whole models. Take it "
-                "before the model is sharded, or on a copy of it with full weights."
+                f"`{name}` is sharded over processes (a DTensor), and batch_sum_fisher alone takes such models. Other "
+                "Fishers and Hessians are taken before a model is sharded, or on a copy of it with full weights."
             )
+
+
+def _require_separable(model: nn.Module) -> None:
     for name, module in model.named_modules():
+        if type(module).__name__ == "FullyShardedDataParallel":
+            raise ArgumentError(
+                f"`{name or 'the model'}` is a FullyShardedDataParallel, whose parameters are pieces of a flat tensor. "
+                "Shard the model with torch.distributed.fsdp.fully_shard instead, and use batch_sum_fisher."
+            )
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is None:
             raise DataError(
                 f"`{name}` normalizes by the statistics of the batch even in evaluation mode (track_running_stats="

@@ -10,6 +10,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from ..devices import full
 from ..errors import ArgumentError, MismatchError, SingularError, require_number
 from ..params import contains, require_shapes
 from .source import Source
@@ -200,7 +201,7 @@ def grown(tensor: Tensor, shape: torch.Size, fill: Tensor | None = None) -> Tens
 def require_finite(name: str, tensor: Tensor) -> None:
     if not tensor.is_floating_point():
         raise ArgumentError(f"`{name}` must hold floating-point numbers, got {tensor.dtype}.")
-    if not bool(tensor.isfinite().all()):
+    if not bool(full(tensor.isfinite().all())):
         raise ArgumentError(f"`{name}` has values that are not finite.")
 
 

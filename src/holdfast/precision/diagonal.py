@@ -9,6 +9,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from ..devices import full
 from ..errors import ArgumentError
 from .base import (
     Precision,
@@ -91,7 +92,7 @@ class Diagonal(_Entrywise):
     def __post_init__(self) -> None:
         for name, entries in self.entries.items():
             require_finite(name, entries)
-        negative = {name: int((entries < 0).sum()) for name, entries in self.entries.items()}
+        negative = {name: int(full((entries < 0).sum())) for name, entries in self.entries.items()}
         if any(negative.values()):
             named = ", ".join(f"{count} in `{name}`" for name, count in negative.items() if count)
             raise ArgumentError(
@@ -131,7 +132,7 @@ class Diagonal(_Entrywise):
         return tuple(Diagonal({name: entries}, self.sources) for name, entries in self.entries.items())
 
     def _require_positive(self, what: str) -> None:
-        dead = {name: int((entries == 0).sum()) for name, entries in self.entries.items()}
+        dead = {name: int(full((entries == 0).sum())) for name, entries in self.entries.items()}
         if any(dead.values()):
             raise singular(what, (f"{count} entries of `{name}`" for name, count in dead.items() if count))
 
@@ -151,7 +152,7 @@ class SignedDiagonal(_Entrywise):
     @property
     def negative(self) -> dict[str, int]:
         """How many entries of each parameter are below zero."""
-        return {name: int((entries < 0).sum()) for name, entries in self.entries.items()}
+        return {name: int(full((entries < 0).sum())) for name, entries in self.entries.items()}
 
     def clamped(self) -> Diagonal:
         """Negative entries set to zero: directions in which the loss curves downwards are not held at all."""
