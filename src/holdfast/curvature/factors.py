@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..errors import DataError
 from ..kernels import add_gram_, add_squares_, mirrored
+from ..precision.factors import diagonal
 from ..precision.layers import Layer
 from .forms import Form, Limit, Products, Shifted, wide
 from .graph import Graph
@@ -66,9 +67,12 @@ class Factors:
     @property
     def sums(self) -> dict[str, Tensor]:
         """Everything that must stay finite."""
-        found = dict(self.total)
-        for layer, sums in self.layers.items():
-            found[f"{layer.weight} (outputs)"], found[f"{layer.weight} (inputs)"] = sums.outputs, sums.inputs
+        folded = {name for layer in self.layers for name in layer.shapes}
+        found = {name: entries for name, entries in self.total.items() if name not in folded}
+        for layer, sums in self.layers.items():  # a square on the diagonal is not finite where its factor is not
+            found[f"{layer.weight} (outputs)"], found[f"{layer.weight} (inputs)"] = map(
+                diagonal, (sums.outputs, sums.inputs)
+            )
         return found
 
     def serves(self, site: Site) -> bool:
@@ -178,8 +182,13 @@ _CACHED = 4 << 20
 
 def _add_(total: Tensor, sides: Tensor) -> None:
     """Add Σ x xᵀ, or its diagonal, for sides of (examples, groups, positions, size)."""
+    add = add_gram_ if total.ndim == 3 else add_squares_
     for group, rows in enumerate(sides.unbind(1)):
-        (add_gram_ if total.ndim == 3 else add_squares_)(total[group], rows.reshape(-1, rows.shape[-1]))
+        if rows.mT.is_contiguous() and len(rows) > 1 and not rows.is_contiguous():  # as a convolution unfolds them
+            for each in rows:
+                add(total[group], each)
+        else:
+            add(total[group], rows.reshape(-1, rows.shape[-1]))
 
 
 def _unfit(sites: tuple[Site, ...], every: list[Site]) -> str:
