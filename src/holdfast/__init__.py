@@ -21,6 +21,7 @@ from .errors import (
     MismatchError,
     SingularError,
 )
+from .head import LinearHead, RandomFeatures, linear_head, random_features
 from .hold import Handle, hold
 from .likelihood import Likelihood, bernoulli, categorical, custom, gaussian, tokens
 from .penalty import Quadratic, Term, penalty, penalty_gradient
@@ -43,12 +44,14 @@ __all__ = [
     "HoldfastWarning",
     "InertError",
     "Likelihood",
+    "LinearHead",
     "Memory",
     "MemoryFileError",
     "MismatchError",
     "Posterior",
     "Precision",
     "Quadratic",
+    "RandomFeatures",
     "SignedDiagonal",
     "SingularError",
     "Source",
@@ -68,11 +71,13 @@ __all__ = [
     "hold",
     "hutchinson_hessian",
     "inspect",
+    "linear_head",
     "load",
     "merge",
     "penalty",
     "penalty_gradient",
     "prior",
+    "random_features",
     "restore_",
     "save",
     "tokens",

@@ -12,7 +12,9 @@ from torch import Tensor
 
 from . import file
 from .errors import ArgumentError
-from .file import FORMAT, MEMORY, canonical, unsigned
+from .file import FORMAT, HEAD, MEMORY, canonical, unsigned
+from .head import LinearHead
+from .head.linear import KEYS as HEAD_KEYS
 from .identity import digest
 from .posterior import Memory, Posterior, as_posterior
 from .precision.kinds import described, made
@@ -25,6 +27,8 @@ _KEYS: file.Keys = {
 
 def save(memory: Posterior | Memory, path: str | os.PathLike[str]) -> None:
     """Write a memory to `path`: to a temporary file beside it first, which then takes its name."""
+    if isinstance(memory, LinearHead):
+        raise ArgumentError("a linear head is not a memory of a model's parameters: write it with head.save(path).")
     memory = memory if isinstance(memory, Memory) else Memory(as_posterior(memory))
     file.write(path, _facts(memory), _tensors(memory), _rebuilt)
 
@@ -35,8 +39,8 @@ def load(path: str | os.PathLike[str], *, device: str | torch.device = "cpu") ->
 
 
 def inspect(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """What a memory file says of itself, and the shapes of its tensors, without loading them."""
-    return file.described(path, {MEMORY: _KEYS})
+    """What a memory file, or a linear head's, says of itself, and the shapes of its tensors, without loading them."""
+    return file.described(path, {MEMORY: _KEYS, HEAD: HEAD_KEYS})
 
 
 def _facts(memory: Memory) -> dict[str, Any]:
