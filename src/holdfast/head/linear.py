@@ -30,7 +30,7 @@ class LinearHead:
     Kept are sums over the examples, in which their order is lost: learned in parts, in any order, or merged from
     several places, it is the head that all data at once would give. A class that comes late is no exception, for its
     target was 0 in every example before. Sums are in float64, for Σφφᵀ squares the condition number of the features;
-    `head.to(dtype=torch.float32)` takes half the memory and gives weights that are right to three or four digits.
+    `head.to(dtype=torch.float32)` takes half the memory and leaves the weights fewer digits.
     """
 
     statistics: Statistics
