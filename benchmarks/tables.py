@@ -1,11 +1,14 @@
-"""The tables of docs/curvature.md, from the results that the other programs here wrote.
+"""The tables of the pages in docs, from the results that the other programs here wrote.
 
-python benchmarks/tables.py
+python benchmarks/tables.py            # those of docs/curvature.md
+python benchmarks/tables.py head       # that of docs/head.md
 """
 
 from __future__ import annotations
 
 import json
+import statistics
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -51,5 +54,34 @@ def pull(name: str) -> list[str]:
     ]
 
 
+def head(name: str) -> list[str]:
+    found = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+    groups: dict[str, list[Any]] = {}
+    for run in found["runs"]:
+        groups.setdefault(run["scenario"], []).append(run)
+    columns = list(found["runs"][0]["accuracy"])
+    seeds = len(next(iter(groups.values())))
+    lines = [
+        f"{found['runs'][0]['features']} features, {seeds} seeds, {found['device']}, torch {found['torch']}, "
+        f"{found['date']}; percent of the test images, mean ± standard deviation:",
+        "",
+        f"| Split MNIST | {' | '.join(columns)} | weights, in turn against joint |",
+        "|---|" + "---|" * (len(columns) + 1),
+    ]
+    for scenario, runs in groups.items():
+        cells = []
+        for each in columns:
+            values = [run["accuracy"][each] for run in runs]
+            cells.append(f"{statistics.mean(values):.2f} ± {statistics.stdev(values):.2f}")
+        apart = max(run["weights_apart"] for run in runs)
+        lines.append(f"| {scenario}-incremental | {' | '.join(cells)} | {apart:.0e} apart at most |")
+    return lines
+
+
+PAGES = {
+    "curvature": lambda: [*curvature("curvature-cpu"), "", *curvature("curvature-h200"), "", *pull("pull-h200")],
+    "head": lambda: head("head-cpu"),
+}
+
 if __name__ == "__main__":
-    print("\n".join([*curvature("curvature-cpu"), "", *curvature("curvature-h200"), "", *pull("pull-h200")]))
+    print("\n".join(PAGES[sys.argv[1] if len(sys.argv) > 1 else "curvature"]()))

@@ -66,6 +66,20 @@ def test_inspect_says_what_a_file_holds(memories):
     assert "diagonal" in result.output
 
 
+def test_inspect_says_what_a_head_file_holds(tmp_path):
+    head = holdfast.linear_head(holdfast.random_features(4, 7), prior=0.5)
+    head.updated([(torch.randn(10, 4), torch.arange(10) % 3)]).save(tmp_path / "head.safetensors")
+    result = runner.invoke(app, ["inspect", str(tmp_path / "head.safetensors")])
+    assert result.exit_code == 0, result.output
+    for said in (
+        "a linear head: holdfast.LinearHead.load",
+        "10 examples in 1 part",
+        "7 random ones of 4",
+        "3 classes",
+    ):
+        assert said in result.output
+
+
 def test_inspect_of_a_description_that_lacks_its_parts_is_one_line(tmp_path):
     path = tmp_path / "broken.safetensors"
     save_file({"mean.w": torch.zeros(1)}, path, {"holdfast": '{"format":1}'})

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -66,14 +67,33 @@ def test_the_programs_of_the_curvature_page_run_and_print_what_it_says(capsys):
         holdfast.curvature.RULES.pop("WarpBackward", None)
 
 
-def test_the_tables_are_those_of_the_results():
+@pytest.mark.parametrize("name", ["curvature", "head"])
+def test_the_tables_are_those_of_the_results(name):
     root = Path(__file__).parent.parent
-    page = (root / "docs" / "curvature.md").read_text(encoding="utf-8")
+    page = (root / "docs" / f"{name}.md").read_text(encoding="utf-8")
     printed = subprocess.run(
-        [sys.executable, root / "benchmarks" / "tables.py"],
+        [sys.executable, root / "benchmarks" / "tables.py", name],
         capture_output=True,
         text=True,
         check=True,
         encoding="utf-8",
     )
     assert printed.stdout.strip() in page
+
+
+def test_the_programs_of_the_head_page_run_and_print_what_it_says(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    page = (Path(__file__).parent.parent / "docs" / "head.md").read_text(encoding="utf-8")
+    first, second = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    (printed,) = re.findall(r"```\n([^`]*?)```", page.split("```python")[1].split("```", 1)[1], flags=re.DOTALL)
+    exec(first, {})
+    assert capsys.readouterr().out == printed
+    backbone = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8))
+    batches = [(torch.randn(12, 4), torch.randint(3, (12,))) for _ in range(3)]
+    names = {"backbone": backbone, "loader": batches, "images": torch.randn(5, 4)}
+    exec(second, names)
+    assert names["head"].num_data == 36
+    assert names["scores"].shape == (5, 3)
+    torch.testing.assert_close(
+        names["scores"], names["model"](names["images"]), rtol=1e-4, atol=1e-5, check_dtype=False
+    )

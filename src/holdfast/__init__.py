@@ -23,6 +23,7 @@ from .errors import (
     MismatchError,
     SingularError,
 )
+from .head import LinearHead, RandomFeatures, linear_head, random_features
 from .hold import Handle, hold
 from .likelihood import Likelihood, bernoulli, categorical, custom, gaussian, tokens
 from .penalty import Quadratic, Term, penalty, penalty_gradient
@@ -46,12 +47,14 @@ __all__ = [
     "InertError",
     "Kronecker",
     "Likelihood",
+    "LinearHead",
     "Memory",
     "MemoryFileError",
     "MismatchError",
     "Posterior",
     "Precision",
     "Quadratic",
+    "RandomFeatures",
     "Rotated",
     "SignedDiagonal",
     "SingularError",
@@ -73,12 +76,14 @@ __all__ = [
     "hutchinson_hessian",
     "inspect",
     "kronecker_fisher",
+    "linear_head",
     "load",
     "merge",
     "mixed_fisher",
     "penalty",
     "penalty_gradient",
     "prior",
+    "random_features",
     "restore_",
     "save",
     "tokens",

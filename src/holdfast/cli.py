@@ -7,12 +7,13 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import torch
 
 from . import __version__
 from .errors import HoldfastError
+from .file import HEAD
 from .posterior import Memory
 from .posterior import merge as merged
 from .storage import inspect as inspected
@@ -100,25 +101,12 @@ def demo(
 
 
 @app.command()
-def inspect(file: Annotated[Path, typer.Argument(help="A memory file.")]) -> None:
-    """Say what a memory file holds, without loading its tensors."""
+def inspect(file: Annotated[Path, typer.Argument(help="A memory file, or a linear head's.")]) -> None:
+    """Say what a file holds, without loading its tensors."""
     facts = _or_exit(lambda: inspected(file))
-    shapes = facts["shapes"]
-    entries = sum(_size(shape) for name, shape in shapes.items() if name.startswith("mean."))
+    rows = _of_head(facts) if facts.get("kind") == HEAD else _of_memory(facts)
     table = Table(show_header=False, box=None)
-    rows = [
-        ("format", facts["format"]),
-        ("stands for", f"{facts['num_data']:g} {facts['unit']}s" if facts["unit"] else "nothing yet: a prior"),
-        ("learned from", "\n".join(map(str, facts["tasks"])) or "nothing"),
-        ("targets", ", ".join(map(str, facts["targets"])) or "none"),
-        ("structure", facts["precision"].get("kind", "unknown")),
-        ("parameters", f"{entries:,} in {sum(name.startswith('mean.') for name in shapes)} tensors"),
-        ("buffers", sum(name.startswith("buffers.") for name in shapes)),
-        ("id", facts["id"]),
-        ("parents", ", ".join(map(str, facts["parents"])) or "none"),
-        ("bytes", f"{file.stat().st_size:,}"),
-    ]
-    for name, value in rows:
+    for name, value in [*rows, ("bytes", f"{file.stat().st_size:,}")]:
         table.add_row(f"[dim]{name}[/dim]", escape(str(value)))
     console.print(table)
 
@@ -148,6 +136,34 @@ def merge(
 def main() -> None:
     """The entry point of the `holdfast` command."""
     app()
+
+
+def _of_memory(facts: dict[str, Any]) -> list[tuple[str, object]]:
+    shapes = facts["shapes"]
+    entries = sum(_size(shape) for name, shape in shapes.items() if name.startswith("mean."))
+    return [
+        ("format", facts["format"]),
+        ("stands for", f"{facts['num_data']:g} {facts['unit']}s" if facts["unit"] else "nothing yet: a prior"),
+        ("learned from", "\n".join(map(str, facts["tasks"])) or "nothing"),
+        ("targets", ", ".join(map(str, facts["targets"])) or "none"),
+        ("structure", facts["precision"].get("kind", "unknown")),
+        ("parameters", f"{entries:,} in {sum(name.startswith('mean.') for name in shapes)} tensors"),
+        ("buffers", sum(name.startswith("buffers.") for name in shapes)),
+        ("id", facts["id"]),
+        ("parents", ", ".join(map(str, facts["parents"])) or "none"),
+    ]
+
+
+def _of_head(facts: dict[str, Any]) -> list[tuple[str, object]]:
+    random = f"{facts['features']:,} random ones of " if "random.weight" in facts["shapes"] else ""
+    return [
+        ("format", facts["format"]),
+        ("holds", f"a {facts['kind']}: holdfast.LinearHead.load opens it"),
+        ("learned from", f"{facts['num_data']:,} examples in {len(facts['sources'])} part(s)"),
+        ("features", f"{random}{facts['inputs']:,} inputs"),
+        ("outputs", f"{facts['columns']:,} {'classes' if facts.get('outputs') is None else 'numbers'}"),
+        ("prior", f"precision {facts['prior']:g}, noise variance {facts['noise']:g}"),
+    ]
 
 
 def _print_results(runs: list[Run]) -> None:

@@ -57,7 +57,7 @@ class Batch:
 
 def read(batches: Iterable[Any], model: nn.Module) -> Iterator[Batch]:
     """The batches one after another, checked, on the device of the model's first parameter."""
-    _require_batches(batches)
+    require_batches(batches)
     device = next(model.parameters()).device
     index = -1
     for index, content in enumerate(batches):
@@ -140,7 +140,7 @@ def _rows(value: Any, indices: Sequence[int], size: int) -> Any:
     return value
 
 
-def _require_batches(batches: Any) -> None:
+def require_batches(batches: Any) -> None:
     """Raise for what people give instead of an iterable of batches."""
     if isinstance(batches, Dataset) and not isinstance(batches, IterableDataset):
         raise DataError(
