@@ -43,6 +43,8 @@ class Job:
     epochs: int
     validating: bool
     lr: float = 1e-3
+    every: int = 1
+    rotate: bool = False
 
 
 def images(folder: str, part: str) -> tuple[Tensor, Tensor]:
@@ -92,7 +94,10 @@ def train(model: nn.Module, x: Tensor, y: Tensor, job: Job, posterior: Any, gene
     steps = job.epochs * -(-len(y) // BATCH)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     start = time.perf_counter()
-    with holdfast.hold(optimizer, model, posterior, num_data=len(y), strength=job.strength):
+    rotate = job.rotate and bool(posterior.precision.shapes)
+    with holdfast.hold(
+        optimizer, model, posterior, num_data=len(y), strength=job.strength, every=job.every, rotate=rotate
+    ):
         for _ in range(job.epochs):
             for rows in torch.randperm(len(y), generator=generator).to(device).split(BATCH):
                 optimizer.zero_grad()
@@ -102,6 +107,13 @@ def train(model: nn.Module, x: Tensor, y: Tensor, job: Job, posterior: Any, gene
     if device.type == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter() - start
+
+
+def objective(model: nn.Module, x: Tensor, y: Tensor, posterior: Any, strength: float) -> float:
+    """What was minimized, over all of the task's data: nll.mean() + strength · penalty / N."""
+    with torch.no_grad():
+        loss = F.cross_entropy(model(x), y)
+        return float(loss + strength * holdfast.penalty(model, posterior) / len(y))
 
 
 def batches(x: Tensor, y: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
@@ -185,13 +197,17 @@ class Turned(nn.Module):
         return F.linear(with_one @ self.inputs, self.turned) @ self.outputs.T
 
 
+def _lowrank(*arguments: Any, **options: Any) -> holdfast.Precision:
+    return holdfast.lowrank_fisher(*arguments, **options)
+
+
 METHODS: dict[str, Step | None] = {
     "fine-tuning": None,
     "frozen after task 1": None,
     "joint, all data kept": None,
     "diagonal": held(holdfast.diagonal_fisher),
     **{
-        f"low rank, {rank}": held(functools.partial(holdfast.lowrank_fisher, rank=rank)) for rank in (8, 32, 128)
+        f"low rank, {rank}": held(functools.partial(_lowrank, rank=rank)) for rank in (8, 32, 128)
     },
     "Kronecker, exact sum": held(holdfast.kronecker_fisher, exact=True),
     "Kronecker, merged": held(holdfast.kronecker_fisher),
@@ -216,7 +232,7 @@ def run(job: Job, folder: str, device: str) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(job.seed)
     posterior = holdfast.prior(model)
     step = METHODS[job.method]
-    table, training, estimating = [], 0.0, 0.0
+    table, objectives, training, estimating = [], [], 0.0, 0.0
     if job.method.startswith("joint"):
         parts = [tasks.train(task) for task in range(job.tasks)]
         x, y = torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
@@ -227,6 +243,7 @@ def run(job: Job, folder: str, device: str) -> dict[str, Any]:
             x, y = tasks.train(task)
             if task == 0 or not job.method.startswith("frozen"):
                 training += train(model, x, y, job, posterior, generator)
+                objectives.append(objective(model, x, y, posterior, job.strength))
             if step is not None and task + 1 < job.tasks:
                 start = time.perf_counter()
                 posterior = step(posterior, model, batches(x, y))
@@ -235,6 +252,7 @@ def run(job: Job, folder: str, device: str) -> dict[str, Any]:
     kept = sum(tensor.numel() * tensor.element_size() for tensor in posterior.precision.tensors.values())
     return {
         "method": job.method, "strength": job.strength, "seed": job.seed, "tasks": job.tasks, "epochs": job.epochs,
+        "lr": job.lr, "every": job.every, "rotate": job.rotate, "objectives": objectives,
         "validating": job.validating, "accuracy": sum(table[-1]) / len(table[-1]), "table": table,
         "precision_bytes": kept, "training_seconds": training, "fisher_seconds": estimating,
     }  # fmt: skip
@@ -262,7 +280,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", default=os.environ.get("HOLDFAST_DATA"), help="the folder with the MNIST files")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--stage", choices=["sweep", "final", "both"], default="both")
+    parser.add_argument("--stage", choices=["sweep", "final", "both", "steps"], default="both")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--workers", type=int, default=12)
     parser.add_argument("--methods", nargs="*", default=list(METHODS))
@@ -287,6 +305,15 @@ def main() -> None:
                 print(f"{at} {one['method']}, strength {one['strength']:g}, seed {one['seed']}: {said}", flush=True)
                 options.out.write_text(json.dumps(_described(options, results), indent=1) + "\n")
 
+        if options.stage == "steps":
+            ways = [(lr, 1, rotate) for lr in (1e-4, 3e-4, 1e-3, 3e-3) for rotate in (False, True)]
+            ways += [(1e-3, every, False) for every in (2, 4, 8, 16)]
+            done([
+                Job("Kronecker, merged", 1.0, seed, options.tasks, options.epochs, False, *way)
+                for seed in range(options.seeds) for way in ways
+            ])  # fmt: skip
+            print(steps_table(results))
+            return
         if options.stage != "final":
             done([
                 Job(method, strength, 100, options.sweep_tasks, options.epochs, True)
@@ -329,9 +356,27 @@ def table(results: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def _spread(values: list[float]) -> str:
+def steps_table(results: list[dict[str, Any]]) -> str:
+    """What ways to step end at: the objective of the later tasks, and the accuracy."""
+    lines = [
+        "| steps | learning rate | pull computed every | objective at the end | accuracy | s a task |",
+        "|---|---|---|---|---|---|",
+    ]  # fmt: skip
+    for way in dict.fromkeys((one["rotate"], one["lr"], one["every"]) for one in results if "accuracy" in one):
+        mine = [one for one in results if "accuracy" in one and (one["rotate"], one["lr"], one["every"]) == way]
+        ends = [sum(one["objectives"][1:]) / len(one["objectives"][1:]) for one in mine]
+        seconds = sum(one["training_seconds"] / one["tasks"] for one in mine) / len(mine)
+        lines.append(
+            f"| {'rotated' if way[0] else 'plain'} | {way[1]:g} | {way[2]} | {_spread(ends, 4)} "
+            f"| {_spread([one['accuracy'] for one in mine])} | {seconds:.0f} |"
+        )
+    return "\n".join(lines)
+
+
+def _spread(values: list[float], digits: int = 2) -> str:
     found = torch.tensor(values)
-    return f"{found.mean():.2f} ± {found.std():.2f}" if len(values) > 1 else f"{found[0]:.2f}"
+    spread = f" ± {found.std():.{digits}f}" if len(values) > 1 else ""
+    return f"{found.mean():.{digits}f}{spread}"
 
 
 if __name__ == "__main__":

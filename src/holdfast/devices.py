@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -23,3 +25,21 @@ def full(tensor: Any) -> Any:
 def part(tensor: Tensor) -> Tensor:
     """What this process holds of a tensor."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+@contextlib.contextmanager
+def tensor_cores() -> Iterator[None]:
+    """Let matrix products of float32 on a GPU round their factors to ten bits (TF32), several times as fast."""
+    if not torch.cuda.is_available():
+        yield
+        return
+    settings, name = torch.backends.cuda.matmul, "allow_tf32"
+    fast: object = True
+    if hasattr(settings, "fp32_precision"):
+        name, fast = "fp32_precision", "tf32"
+    before = getattr(settings, name)
+    setattr(settings, name, fast)
+    try:
+        yield
+    finally:
+        setattr(settings, name, before)

@@ -39,7 +39,7 @@ def convolution(call: Call, grad: Tensor) -> Form | None:
         """The placed side, and what the kernel's entries at `offsets` saw: (examples, groups, positions, rows)."""
         if len(offsets) == kernel.numel() and len(kernel) == 2 and placed.shape[1] == 1:
             stride, dilation = call.saved("stride"), call.saved("dilation")
-            seen = F.unfold(under[start:stop, 0], list(kernel), dilation, 0, stride)  # the same, and faster
+            seen = F.unfold(under[start:stop, 0], tuple(kernel), dilation, 0, stride)  # the same, and faster
             right = seen.unflatten(1, (groups, -1)).unsqueeze(1)  # type: ignore[no-untyped-call]
         else:
             seen = torch.stack([under[start:stop][(..., *_window(call, placed, offset))] for offset in offsets], 3)

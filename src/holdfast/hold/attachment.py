@@ -26,6 +26,8 @@ from .guard import (
     require_something_trains,
     warn_of_weight_decay,
 )
+from .reused import Reused
+from .rotation import Rotation
 
 Held = Posterior | Memory | Term
 
@@ -41,6 +43,8 @@ def hold(
     num_data: float,
     strength: float = 1.0,
     unit: str = "example",
+    every: int = 1,
+    rotate: bool = False,
 ) -> Handle:
     """Hold `model` to `posterior` while `optimizer` trains it, in any loop: nll.mean() + strength · penalty / num_data.
 
@@ -49,12 +53,18 @@ def hold(
     gradient enters at the optimizer's step, after accumulation and clipping. Several optimizers, and several
     posteriors or terms, are given as lists. Use it as a context manager, or keep the handle and call `remove()`.
 
+    The pull of a Kronecker precision is two matrix products per layer; with `every=k` it is computed at every kth step
+    and used again in between. `rotate=True` lets the optimizer step in the eigenvectors of its factors, in which a
+    stiff hold is one number per coordinate: Adam then stands larger learning rates. Start a fresh optimizer with it.
+
         with holdfast.hold(optimizer, model, posterior, num_data=len(dataset)):
             train(model, optimizer, loader)
     """
     if not isinstance(model, nn.Module):
         raise ArgumentError(f"hold takes the optimizer, then the model; got {type(model).__name__} as the model.")
     count = require_number(num_data, "num_data, the number of new examples (len(loader.dataset)),", positive=True)
+    if not isinstance(every, int) or isinstance(every, bool) or every < 1:
+        raise ArgumentError(f"every is a number of steps, 1 or more, got {every!r}.")
     terms = [_as_term(each, model) for each in (posterior if isinstance(posterior, Sequence) else [posterior])]
     for term in terms:
         if term.unit and term.unit != unit:
@@ -62,11 +72,17 @@ def hold(
                 f"this memory counts in units of {term.unit!r}, and num_data={count:g} is said to count in "
                 f"{unit!r}. Give the number of {term.unit}s in the new data, and unit={term.unit!r}."
             )
-    require_counted_once([term.posterior for term in terms if isinstance(term, Quadratic)])
+    posteriors = [term.posterior for term in terms if isinstance(term, Quadratic)]
+    require_counted_once(posteriors)
     optimizers = [_innermost(each) for each in (optimizer if isinstance(optimizer, Sequence) else [optimizer])]
     if not optimizers or not terms:
         raise ArgumentError("hold needs at least one optimizer and one posterior.")
-    handle = Handle(optimizers, model, terms, count, strength)
+    if every > 1:
+        if any(isinstance(each, torch.optim.LBFGS) for each in optimizers):
+            raise ArgumentError("LBFGS compares losses within a step, and needs a pull that is up to date: every=1.")
+        terms = [Reused(term, every) if isinstance(term, Quadratic) else term for term in terms]
+    turn = Rotation([each.precision for each in posteriors], optimizers) if rotate else None
+    handle = Handle(optimizers, model, terms, count, strength, turn)
     handle._attach()
     return handle
 
@@ -75,13 +91,20 @@ class Handle:
     """A model being held. `strength` may be changed while training; `remove()` lets go."""
 
     def __init__(
-        self, optimizers: list[Optimizer], model: nn.Module, terms: list[Term], num_data: float, strength: float
+        self,
+        optimizers: list[Optimizer],
+        model: nn.Module,
+        terms: list[Term],
+        num_data: float,
+        strength: float,
+        rotation: Rotation | None = None,
     ) -> None:
         self._optimizers = optimizers
         self._model = model
         self._terms = terms
         self._num_data = num_data
         self._strength = require_number(strength, "strength")
+        self._rotation = rotation
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._steps = {id(optimizer): 0 for optimizer in optimizers}
         self._steps_under_way: dict[int, FrameType] = {}
@@ -228,11 +251,15 @@ class Handle:
         watch = self._watches[id(optimizer)]
         if not watch.satisfied and scale != 0 and bool(value > 0):
             watch.before(self._held, ours)
+        if self._rotation is not None:
+            self._rotation.before(self._held, ours)
         return scale * value
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self._steps_under_way.get(id(optimizer)) is sys._getframe(1):
             del self._steps_under_way[id(optimizer)]
+            if self._rotation is not None:
+                self._rotation.after(self._held)
             self._watches[id(optimizer)].after(optimizer)
 
 

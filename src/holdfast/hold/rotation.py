@@ -1,0 +1,82 @@
+"""Steps in the eigenvectors of what is held, where a stiff pull is one number per coordinate."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..errors import ArgumentError
+from ..params import some
+from ..precision import Kronecker, Precision, Rotated, Sum
+from ..precision.layers import Layer
+from ..precision.rotated import Basis
+
+
+class Rotation:
+    """Turns the gradients of held layers before a step, and what the step did to their parameters after it.
+
+    An optimizer such as Adam scales every coordinate by itself. Under G ⊗ A the stiff directions lie across the
+    coordinates, and one that is stiff slows all; in the eigenvectors of G and A each has a scale of its own.
+    """
+
+    def __init__(self, precisions: Sequence[Precision], optimizers: Sequence[Optimizer]) -> None:
+        self._bases: dict[Layer, Basis] = {}
+        for precision in precisions:
+            for term in precision.terms if isinstance(precision, Sum) else (precision,):
+                found = term.merged().rotated() if isinstance(term, Kronecker) else term
+                if isinstance(found, Rotated):
+                    # float32 is what the parameters are in; the vectors stay orthogonal to its rounding.
+                    kept = found.to(dtype=torch.float32)
+                    self._bases |= {layer: basis for layer, (basis, _) in kept.layers.items()}
+        if not self._bases:
+            raise ArgumentError(
+                "rotate=True takes steps in the eigenvectors of Kronecker factors, and this posterior has none. Use "
+                "kronecker_fisher, or leave it out."
+            )
+        decayed = [group for each in optimizers for group in each.param_groups if group.get("weight_decay")]
+        if decayed:
+            raise ArgumentError(
+                f"rotate=True turns what a step does, and weight decay {decayed[0]['weight_decay']} would be turned "
+                "with it. Set weight_decay=0 while holding."
+            )
+        self._before: dict[Layer, dict[str, tuple[Tensor, Tensor | None]]] = {}
+
+    @torch.no_grad()
+    def before(self, held: Mapping[str, nn.Parameter], ours: Collection[int]) -> None:
+        """Give the optimizer gradients as the basis has them."""
+        self._before.clear()
+        for layer, basis in self._bases.items():
+            params = {name: held[name] for name in layer.shapes if name in held and id(held[name]) in ours}
+            if not params:
+                continue
+            if len(params) < len(layer.shapes) or any(parameter.grad is None for parameter in params.values()):
+                absent = [name for name in layer.shapes if name not in params or params[name].grad is None]
+                raise ArgumentError(
+                    f"rotate=True needs the gradients of a whole layer in one optimizer, and {some(absent)} has none "
+                    "there. Train it too, or leave rotate out."
+                )
+            grads = {name: parameter.grad.to(parameter.dtype) for name, parameter in params.items()}  # type: ignore[union-attr]
+            self._before[layer] = {name: (p.detach().clone(), p.grad) for name, p in params.items()}
+            turned = layer.tensors(_wide(layer.matrix(grads), basis.into))
+            for name, parameter in params.items():
+                parameter.grad = turned[name].to(parameter).contiguous()
+
+    @torch.no_grad()
+    def after(self, held: Mapping[str, nn.Parameter]) -> None:
+        """Turn back what the step did, and put the gradients back."""
+        for layer, kept in self._before.items():
+            moves = {name: held[name].detach() - old for name, (old, _) in kept.items()}
+            moves = layer.tensors(_wide(layer.matrix(moves), self._bases[layer].back))
+            for name, (old, grad) in kept.items():
+                held[name].copy_(old + moves[name].to(old))
+                held[name].grad = grad
+        self._before.clear()
+
+
+def _wide(matrix: Tensor, change: object) -> Tensor:
+    with torch.autocast(matrix.device.type, enabled=False):
+        found: Tensor = change(matrix.to(torch.promote_types(matrix.dtype, torch.float32)))  # type: ignore[operator]
+    return found
