@@ -49,8 +49,11 @@ class Sums:
 class Factors:
     """Takes the forms of batch after batch: those of layers into their factors, the others into a diagonal."""
 
-    def __init__(self, named: Mapping[str, Tensor], total: Mapping[str, Tensor], limit: Limit, widest: int) -> None:
+    def __init__(
+        self, named: Mapping[str, Tensor], total: Mapping[str, Tensor], limit: Limit, widest: int, exact_trace: bool
+    ) -> None:
         self.total = total
+        self.exact_trace = exact_trace  # whether the squares of the layers' gradients are summed too
         self.layers: dict[Layer, Sums] = {}
         self.why: dict[str, str] = {}  # reasons for which a parameter is kept as a diagonal
         self._named = named
@@ -89,11 +92,11 @@ class Factors:
 
     def take(self, site: Site, form: Form) -> None:
         name = self._served.get(site)
-        if name is None:
+        if name is not None:
+            with torch.no_grad():
+                self._add(name, site, form)
+        if name is None or self.exact_trace:
             self._squares.take(site, form)
-            return
-        with torch.no_grad():
-            self._add(name, site, form)
 
     def done(self) -> None:
         self._squares.done()
@@ -131,7 +134,11 @@ class Factors:
             )
         self._served = {site: name for name in self._layer_of for site in plan.sites.get(name, ())}
         folded = {*self._layer_of, *self._biases.values()}
-        self._left = replace(plan, sites={name: sites for name, sites in plan.sites.items() if name not in folded})
+        self._left = (
+            plan
+            if self.exact_trace
+            else replace(plan, sites={name: sites for name, sites in plan.sites.items() if name not in folded})
+        )
 
     def _add(self, name: str, site: Site, form: Form) -> None:
         parts = form.whole() if isinstance(form, Shifted) else form

@@ -6,12 +6,14 @@ import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..errors import ArgumentError, HoldfastWarning
 from ..likelihood import Likelihood
 from ..params import Only, trainable, unwrapped
 from ..precision import Diagonal, Kronecker, Precision, Source
+from ..precision.factors import diagonal
 from ..precision.kronecker import Term
 from ..precision.layers import Layer
 from ..untouched import untouched
@@ -35,12 +37,15 @@ def kronecker_fisher(
     only: Only = None,
     memory: int = MEMORY,
     widest: int = WIDEST,
+    exact_trace: bool = False,
 ) -> Precision:
     """The Fisher information as G ⊗ A for each linear and convolutional layer, and a diagonal for all the rest.
 
     A = mean of a aᵀ over a layer's inputs, with a 1 for the bias; G = sum of g gᵀ over the gradients of its outputs.
     Every position of a sequence, every place of a convolution's kernel and every use of a shared layer counts as an
-    input of its own ("expand": Eschenhagen et al., 2023), as it is where each has a loss of its own.
+    input of its own ("expand": Eschenhagen et al., 2023). That is right where each has a loss of its own, as tokens do,
+    and never leaves a layer free; where positions are averaged before the loss it can be several times too small.
+    `exact_trace=True` scales each layer to the trace of its exact Fisher, at the cost of a diagonal Fisher more.
 
     A layer is what multiplies by a whole parameter, whatever module does it. Its bias joins if it is added in the same
     operation. A side with more than `widest` directions (a vocabulary) is kept as its diagonal. The other arguments are
@@ -52,7 +57,7 @@ def kronecker_fisher(
     named = trainable(model, only)
     scoring = Scoring(model, likelihood, targets, seed, forward)
     engine = Engine(scoring, named, memory, beside=True)
-    factors = Factors(named, accumulators(named), engine.limit, widest)
+    factors = Factors(named, accumulators(named), engine.limit, widest, exact_trace)
     with untouched(model):
         source = engine.collect(batches, factors)
     return _assembled(factors, named, source)
@@ -63,6 +68,10 @@ def _assembled(factors: Factors, named: Mapping[str, Tensor], source: Source) ->
     order = list(named)
     for layer, sums in sorted(factors.layers.items(), key=lambda each: order.index(each[0].weight)):
         outputs, inputs = sums.factors()
+        if factors.exact_trace:
+            exact = sum(factors.total[name].sum() for name in layer.shapes)
+            trace = (diagonal(outputs).sum(1) * diagonal(inputs).sum(1)).sum()
+            outputs = outputs * torch.where(trace > 0, exact / trace, 1)
         layers[layer] = (Term(outputs, inputs, source.size),)
     folded = {name for layer in layers for name in layer.shapes}
     entries = {name: factors.total[name] for name in named if name not in folded}
