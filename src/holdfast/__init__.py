@@ -25,7 +25,7 @@ from .hold import Handle, hold
 from .likelihood import Likelihood, bernoulli, categorical, custom, gaussian, tokens
 from .penalty import Quadratic, Term, penalty, penalty_gradient
 from .posterior import Memory, Posterior, consolidate, consolidate_, merge, prior, restore_
-from .precision import Dense, Diagonal, Precision, SignedDiagonal, Source, Sum
+from .precision import Dense, Diagonal, LowRank, Precision, SignedDiagonal, Source, Sum
 from .storage import inspect, load, save
 
 __version__ = "0.1.0"
@@ -43,6 +43,7 @@ __all__ = [
     "HoldfastWarning",
     "InertError",
     "Likelihood",
+    "LowRank",
     "Memory",
     "MemoryFileError",
     "MismatchError",

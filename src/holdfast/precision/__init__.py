@@ -4,9 +4,10 @@ from .base import Precision
 from .dense import Dense
 from .diagonal import Diagonal, SignedDiagonal
 from .kinds import KINDS
+from .lowrank import LowRank
 from .source import Source
 from .sum import Sum
 
-KINDS.update(diagonal=Diagonal, dense=Dense, sum=Sum)
+KINDS.update(diagonal=Diagonal, dense=Dense, lowrank=LowRank, sum=Sum)
 
-__all__ = ["KINDS", "Dense", "Diagonal", "Precision", "SignedDiagonal", "Source", "Sum"]
+__all__ = ["KINDS", "Dense", "Diagonal", "LowRank", "Precision", "SignedDiagonal", "Source", "Sum"]

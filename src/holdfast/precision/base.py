@@ -140,7 +140,8 @@ class Precision(abc.ABC):
         if rest is None:
             raise MismatchError(
                 f"{type(part).__name__} cannot be taken out of {type(self).__name__} exactly. Diagonals can be taken "
-                "out of diagonals and dense precisions, dense ones out of dense ones that cover the same parameters."
+                "out of diagonal, dense and low-rank precisions, dense ones out of dense ones that cover the same "
+                "parameters."
             )
         return rest
 
