@@ -9,6 +9,7 @@ from .curvature import (
     diagonal_fisher,
     diagonal_hessian,
     hutchinson_hessian,
+    lowrank_fisher,
 )
 from .errors import (
     ArgumentError,
@@ -70,6 +71,7 @@ __all__ = [
     "hutchinson_hessian",
     "inspect",
     "load",
+    "lowrank_fisher",
     "merge",
     "penalty",
     "penalty_gradient",

@@ -7,6 +7,7 @@ from .coverage import Coverage, coverage
 from .fisher import dense_fisher, diagonal_fisher
 from .forms import Form, Lookup, Products, Rows
 from .hessian import diagonal_hessian, hutchinson_hessian
+from .lowrank import lowrank_fisher
 from .rules import RULES, rule
 
 __all__ = [
@@ -24,5 +25,6 @@ __all__ = [
     "diagonal_fisher",
     "diagonal_hessian",
     "hutchinson_hessian",
+    "lowrank_fisher",
     "rule",
 ]

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from .base import singular
 
-# Columns that are widened to float64 at once.
-_COLUMNS = 1 << 16
+# Columns that are worked on at once.
+COLUMNS = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,8 @@ class Columns:
         for name, entries in self.entries.items():
             D = entries.flatten()
             U = flat(self.factors[name]) if name in self.factors else D.new_zeros(self.rank, 1).expand(-1, len(D))
-            for start in range(0, len(D), _COLUMNS):
-                part = slice(start, start + _COLUMNS)
+            for start in range(0, len(D), COLUMNS):
+                part = slice(start, start + COLUMNS)
                 yield name, part, D[part].double(), U[:, part].double()
 
     @cached_property
