@@ -1,4 +1,5 @@
 import copy
+import functools
 import gc
 import itertools
 import weakref
@@ -61,7 +62,14 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("structure", [holdfast.diagonal_fisher, holdfast.dense_fisher], ids=["diagonal", "dense"])
+STRUCTURES = {
+    "diagonal": holdfast.diagonal_fisher,
+    "dense": holdfast.dense_fisher,
+    "lowrank": functools.partial(holdfast.lowrank_fisher, rank=6),
+}
+
+
+@pytest.mark.parametrize("structure", STRUCTURES.values(), ids=STRUCTURES)
 @pytest.mark.parametrize(("make", "accumulate", "closure"), [
     *itertools.product(OPTIMIZERS, (1, 4), (False, True)),
 ], ids=str)  # fmt: skip

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import holdfast
-from holdfast import Dense, Diagonal, Memory, Posterior, Source
+from holdfast import Dense, Diagonal, LowRank, Memory, Posterior, Source
 from holdfast.errors import ArgumentError, HoldfastError, MemoryFileError
 from holdfast.storage import FORMAT
 
@@ -43,11 +43,19 @@ def dense(names=tuple(LAYOUT)):
     return Dense(layout, root @ root.T, SOURCES)
 
 
+def lowrank(names=tuple(LAYOUT), spanned=None):
+    entries = {name: normal(*LAYOUT[name]).square() for name in names}
+    return LowRank(entries, {name: normal(3, *LAYOUT[name]) for name in spanned or names}, 2, SOURCES)
+
+
 PRECISIONS = {
     "diagonal": diagonal,
     "dense": dense,
     "sum": lambda: diagonal(("embed.weight", "body.bias")) + dense(("body.weight", "embed.weight")),
     "diagonal of a part": lambda: diagonal(("body.bias",)),
+    "low rank": lowrank,
+    "low rank of a part": lambda: lowrank(("body.bias", "embed.weight"), ("body.bias",)),
+    "low rank in a sum": lambda: lowrank(("body.bias", "embed.weight")) + dense(("embed.weight",)),
     "dense in another order": lambda: dense(("body.bias", "embed.weight")),
 }
 

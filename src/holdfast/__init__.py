@@ -10,6 +10,7 @@ from .curvature import (
     diagonal_hessian,
     hutchinson_hessian,
     kronecker_fisher,
+    lowrank_fisher,
     mixed_fisher,
 )
 from .errors import (
@@ -28,7 +29,7 @@ from .hold import Handle, hold
 from .likelihood import Likelihood, bernoulli, categorical, custom, gaussian, tokens
 from .penalty import Quadratic, Term, penalty, penalty_gradient
 from .posterior import Memory, Posterior, consolidate, consolidate_, merge, prior, restore_
-from .precision import Dense, Diagonal, Kronecker, Precision, Rotated, SignedDiagonal, Source, Sum
+from .precision import Dense, Diagonal, Kronecker, LowRank, Precision, Rotated, SignedDiagonal, Source, Sum
 from .storage import inspect, load, save
 
 __version__ = "0.1.0"
@@ -48,6 +49,7 @@ __all__ = [
     "Kronecker",
     "Likelihood",
     "LinearHead",
+    "LowRank",
     "Memory",
     "MemoryFileError",
     "MismatchError",
@@ -78,6 +80,7 @@ __all__ = [
     "kronecker_fisher",
     "linear_head",
     "load",
+    "lowrank_fisher",
     "merge",
     "mixed_fisher",
     "penalty",

@@ -5,7 +5,18 @@ import itertools
 import pytest
 import torch
 
-from holdfast import ArgumentError, Dense, Diagonal, Kronecker, MismatchError, Precision, SingularError, Source, Sum
+from holdfast import (
+    ArgumentError,
+    Dense,
+    Diagonal,
+    Kronecker,
+    LowRank,
+    MismatchError,
+    Precision,
+    SingularError,
+    Source,
+    Sum,
+)
 from holdfast.precision.kronecker import Term
 from holdfast.precision.layers import Layer
 
@@ -50,6 +61,16 @@ def rotated(seed):
     return kron.terms[0].rotated() + kron.terms[1]
 
 
+def lowrank(seed, names=("w", "b", "s"), rank=4, zeros=0, spanned=None, label=None):
+    """With the first `zeros` entries of each parameter zero on the diagonal, directions over the names `spanned`."""
+    generator = torch.Generator().manual_seed(seed)
+    entries = {n: torch.rand(SHAPES[n], generator=generator, dtype=torch.float64) + 0.1 for n in names}
+    for each in entries.values():
+        each.view(-1)[:zeros] = 0
+    factors = {n: torch.randn(rank, *SHAPES[n], generator=generator, dtype=torch.float64) for n in spanned or names}
+    return LowRank(entries, factors, None, source(label or f"lowrank {seed}"))
+
+
 STRUCTURES = {
     "kronecker": lambda seed: kronecker(seed),
     "kronecker-terms": lambda seed: kronecker(seed, 3),
@@ -66,6 +87,12 @@ STRUCTURES = {
     "dense-other-order": lambda seed: dense(seed, ("s", "b", "w")),
     "blocks": lambda seed: diagonal(seed, ("w",)) + dense(seed + 50, ("b", "s")),
     "overlap": lambda seed: dense(seed, ("w", "b")) + diagonal(seed + 50, ("b", "s")),
+    "lowrank": lambda seed: lowrank(seed),
+    "lowrank-of-a-part": lambda seed: lowrank(seed, ("s", "b", "w"), spanned=("w", "s")),
+    "lowrank-with-zeros": lambda seed: lowrank(seed, zeros=1),
+    "lowrank-and-diagonal": lambda seed: diagonal(seed + 50, ("b", "s")) + lowrank(seed, ("w", "s")),
+    "lowrank-blocks": lambda seed: lowrank(seed, ("w", "b")) + lowrank(seed + 50, ("s",), rank=2),
+    "lowrank-overlap": lambda seed: lowrank(seed) + dense(seed + 50, ("b",)),
 }
 
 
@@ -161,6 +188,10 @@ def test_sums_of_like_structures_stay_one_structure():
     assert isinstance(diagonal(1) + diagonal(2), Diagonal)
     assert isinstance(dense(1) + dense(2), Dense)
     assert isinstance(diagonal(1) + dense(2), Dense)
+    assert isinstance(lowrank(1) + dense(2), Dense)
+    for other in (lowrank(2), diagonal(2), lowrank(2, ("b",)), diagonal(2, ("b",))):
+        assert isinstance(lowrank(1) + other, LowRank)
+        assert isinstance(other + lowrank(1), LowRank)
     many = dense(1, ("w", "b")) + diagonal(2, ("b", "s"))
     for seed in range(3, 9):
         many = many + dense(seed, ("w", "b")) + diagonal(seed, ("b", "s"))
@@ -169,7 +200,8 @@ def test_sums_of_like_structures_stay_one_structure():
 
 
 def test_taking_a_part_out_again_is_exact():
-    for whole, part in [(diagonal(1), diagonal(2)), (dense(1), dense(2)), (dense(1), diagonal(2))]:
+    pairs = [(diagonal(1), diagonal(2)), (dense(1), dense(2)), (dense(1), diagonal(2)), (lowrank(1), diagonal(2))]
+    for whole, part in pairs:
         rest = (whole + part) - part
         torch.testing.assert_close(rest.dense(), whole.dense())
         assert rest.sources == whole.sources
@@ -262,11 +294,13 @@ def test_taking_out_leaves_no_rounding_below_zero_and_no_more_than_there_is():
         dense(1) - 1000 * diagonal(2)
 
 
-def test_autocast_does_not_reach_the_matrix():
-    full = dense(1).to(dtype=torch.float32)
+@pytest.mark.parametrize("make", [dense, lowrank])
+def test_autocast_does_not_reach_the_matrix(make):
+    full = make(1).to(dtype=torch.float32)
     delta = {name: value.float() for name, value in vector().items()}
     calls = {
         "matvec": lambda: full.matvec(delta),
+        "quadratic": lambda: dict.fromkeys(full.shapes, full.quadratic(delta)),
         "solve": lambda: full.solve(delta),
         "sample": lambda: full.sample(torch.Generator().manual_seed(0)),
     }

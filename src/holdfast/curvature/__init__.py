@@ -9,6 +9,7 @@ from .fisher import diagonal_fisher
 from .forms import Form, Lookup, Products, Rows
 from .hessian import diagonal_hessian, hutchinson_hessian
 from .kronecker import kronecker_fisher
+from .lowrank import lowrank_fisher
 from .mixed import mixed_fisher
 from .rules import RULES, rule
 
@@ -28,6 +29,7 @@ __all__ = [
     "diagonal_hessian",
     "hutchinson_hessian",
     "kronecker_fisher",
+    "lowrank_fisher",
     "mixed_fisher",
     "rule",
 ]

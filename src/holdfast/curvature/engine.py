@@ -122,11 +122,13 @@ class Engine:
         """Let a collector have all batches; where the data came from."""
         for batch in read(batches, self._scoring.model):
             made = self.prepared(batch)
-            collector.begin(made.plan, made.graph, made.batch.size, len(made.losses))
+            with backward(made.losses):
+                collector.begin(made.plan, made.graph, made.batch.size, len(made.losses))
             made.sweep(collector)
             for scores in self._scores(made):
                 for name, score in scores.items():
-                    collector.score(name, score)
+                    with backward(made.losses):
+                        collector.score(name, score)
             with backward(made.losses):
                 collector.finish()
             require_finite_scores(collector.sums, batch.index, self._scoring.doubts)

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..errors import ArgumentError
 from ..kernels import add_squared_products_
 
-_CACHED = 4 << 20
+CACHED = 4 << 20
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,7 @@ class Products(Form):
         each = self.groups * self.rows * self.columns * total.element_size() + self.share
         step = limit.examples(each, f"the gradient of {name}")
         if total.device.type == "cpu":  # temporaries that stay in the cache
-            step = max(1, min(step, _CACHED // each))
+            step = max(1, min(step, CACHED // each))
         into = total.view(shape) if total.is_contiguous() else total.new_zeros(shape)
         for start in range(0, self.examples, step):
             left, right = self.part(start, min(start + step, self.examples))

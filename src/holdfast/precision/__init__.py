@@ -5,10 +5,22 @@ from .dense import Dense
 from .diagonal import Diagonal, SignedDiagonal
 from .kinds import KINDS
 from .kronecker import Kronecker
+from .lowrank import LowRank
 from .rotated import Rotated
 from .source import Source
 from .sum import Sum
 
-KINDS.update(diagonal=Diagonal, dense=Dense, kronecker=Kronecker, rotated=Rotated, sum=Sum)
+KINDS.update(diagonal=Diagonal, dense=Dense, kronecker=Kronecker, lowrank=LowRank, rotated=Rotated, sum=Sum)
 
-__all__ = ["KINDS", "Dense", "Diagonal", "Kronecker", "Precision", "Rotated", "SignedDiagonal", "Source", "Sum"]
+__all__ = [
+    "KINDS",
+    "Dense",
+    "Diagonal",
+    "Kronecker",
+    "LowRank",
+    "Precision",
+    "Rotated",
+    "SignedDiagonal",
+    "Source",
+    "Sum",
+]

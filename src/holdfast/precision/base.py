@@ -145,8 +145,9 @@ class Precision(abc.ABC):
         if rest is None:
             raise MismatchError(
                 f"{type(part).__name__} cannot be taken out of {type(self).__name__} exactly. Diagonals can be taken "
-                "out of diagonals and dense precisions, dense ones out of dense ones that cover the same parameters, "
-                "and a Kronecker product out of a sum that keeps it as a term: consolidate(..., exact=True) does."
+                "out of diagonal, dense and low-rank precisions, dense ones out of dense ones that cover the same "
+                "parameters, and a Kronecker product out of a sum that keeps it as a term: consolidate(..., "
+                "exact=True) does."
             )
         return rest
 
@@ -201,7 +202,8 @@ def grown(tensor: Tensor, shape: torch.Size, fill: Tensor | None = None) -> Tens
 def require_finite(name: str, tensor: Tensor) -> None:
     if not tensor.is_floating_point():
         raise ArgumentError(f"`{name}` must hold floating-point numbers, got {tensor.dtype}.")
-    if not bool(full(tensor.isfinite().all())):
+    # The sum tells in one pass and without temporaries, unless it overflows.
+    if not bool(full(tensor.sum().isfinite())) and not bool(full(tensor.isfinite().all())):
         raise ArgumentError(f"`{name}` has values that are not finite.")
 
 
