@@ -142,10 +142,10 @@ class Kronecker(Precision):
         rest = {layer: list(terms) for layer, terms in self.layers.items()}
         for layer, terms in part.layers.items():
             for term in terms:
-                found = next((each for each in rest.get(layer, []) if _same(each, term)), None)
+                found = next((at for at, each in enumerate(rest.get(layer, [])) if _same(each, term)), None)
                 if found is None:
                     return None
-                rest[layer] = [each for each in rest[layer] if each is not found]
+                del rest[layer][found]  # one of them, where it is there twice
         left = {layer: tuple(terms) for layer, terms in rest.items() if terms}
         return Kronecker(left, parted(self.sources, part.sources))
 
@@ -225,16 +225,21 @@ class Kronecker(Precision):
             if len(terms) == 1:
                 found.append(block.rotated())
                 continue
-            size = sum(shape.numel() for shape in layer.shapes.values())
-            try:
-                require_dense(size)
-            except ArgumentError as error:
-                raise ArgumentError(
-                    f"`{layer.weight}` has {len(terms)} Kronecker terms, whose sum has no closed inverse, and is too "
-                    f"large for a dense one ({size:,} entries). Make one term of them: .merged()."
-                ) from error
+            require_dense_terms(layer, len(terms))
             found.append(Dense(layer.shapes, block.dense(), self.sources))
         return found
+
+
+def require_dense_terms(layer: Layer, terms: int) -> None:
+    """Raise where several terms' sum, which has no closed inverse, is too large for a dense one."""
+    size = sum(shape.numel() for shape in layer.shapes.values())
+    try:
+        require_dense(size)
+    except ArgumentError as error:
+        raise ArgumentError(
+            f"`{layer.weight}` has {terms} Kronecker terms, whose sum has no closed inverse, and is too large for a "
+            f"dense one ({size:,} entries). Make one term of them: .merged()."
+        ) from error
 
 
 def _averaged(terms: tuple[Term, ...]) -> Term:

@@ -90,10 +90,11 @@ class Layer:
         """The layer grown to `shapes`, and where its old outputs and inputs are among the new ones."""
         new = shapes.get(self.weight, self.shape)
         require_growth(self.shape, new)
-        if new != self.shape and self.groups > 1:
+        if new != self.shape and (self.groups > 1 or self.rows != self.shape[0]):
             raise MismatchError(
-                f"`{self.weight}` grew from {tuple(self.shape)} to {tuple(new)}, and is used in {self.groups} groups, "
-                "which would not stay the same. Expand it as a diagonal: the precision's diagonal() has its entries."
+                f"`{self.weight}` grew from {tuple(self.shape)} to {tuple(new)}, and is used as {self.groups}×"
+                f"{self.rows}×{self._columns}: its old rows would not stay in front. Expand it as a diagonal: the "
+                "precision's diagonal() has its entries."
             )
         rows = self.rows if new == self.shape else new[0]
         layer = replace(self, shape=new, rows=rows)
