@@ -45,8 +45,8 @@ def kronecker(seed, terms=1, bias="b", wide=(), label=None):
     return found + diagonal(seed + 20, names, label or f"kronecker {seed}")
 
 
-def rotated(seed):
-    kron = kronecker(seed)
+def rotated(seed, **options):
+    kron = kronecker(seed, **options)
     return kron.terms[0].rotated() + kron.terms[1]
 
 
@@ -61,6 +61,7 @@ STRUCTURES = {
         + Diagonal({n: torch.full(s, 0.5, dtype=torch.float64) for n, s in SHAPES.items()}, source(f"prior {seed}"))
     ),
     "rotated": lambda seed: rotated(seed),
+    "rotated-wide-inputs": lambda seed: rotated(seed, wide=("inputs",)),
     "diagonal": lambda seed: diagonal(seed),
     "dense": lambda seed: dense(seed),
     "dense-other-order": lambda seed: dense(seed, ("s", "b", "w")),
