@@ -1,8 +1,11 @@
 """Slow twins: the definitions, one example at a time, with nothing shared with the library but the likelihoods' nll."""
 
+import functools
+import math
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cases import Case
@@ -121,3 +124,83 @@ def relative_errors(found: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[
     digit = max(torch.finfo(entries.dtype).eps for entries in exact.values())
     floor = (10 * digit) ** 2 * max(float(entries.norm()) for entries in exact.values())
     return {name: float((found[name] - exact[name]).norm() / exact[name].norm().clamp(min=floor)) for name in exact}
+
+
+LAYERS = (nn.Linear, nn.modules.conv._ConvNd)
+Sides = tuple[Tensor, Tensor]  # inputs and output gradients of a layer: (groups, positions, size)
+
+
+def patches(conv: nn.Module, x: Tensor) -> Tensor:
+    """What a convolution's kernel sees at each place, by convolving with an identity: (groups, positions, in · kernel).
+
+    For a transposed one, of its output's gradient: the same kernel moves over it.
+    """
+    kernel, groups = conv.kernel_size, conv.groups
+    convolve = (F.conv1d, F.conv2d, F.conv3d)[len(kernel) - 1]
+    if getattr(conv, "padding_mode", "zeros") != "zeros":
+        x = F.pad(x, conv._reversed_padding_repeated_twice, mode=conv.padding_mode)
+        padding = 0
+    else:
+        padding = conv.padding
+    found = []
+    for part in x.chunk(groups, 1):
+        size = part.shape[1] * math.prod(kernel)
+        eye = torch.eye(size, dtype=x.dtype).view(size, part.shape[1], *kernel)
+        found.append(convolve(part, eye, None, conv.stride, padding, conv.dilation).movedim(1, -1).flatten(0, -2))
+    return torch.stack(found)
+
+
+def channels(x: Tensor, groups: int) -> Tensor:
+    return torch.stack([part.movedim(1, -1).flatten(0, -2) for part in x.chunk(groups, 1)])
+
+
+def sides(module: nn.Module, x: Tensor, grad: Tensor) -> Sides:
+    """A layer's inputs and output gradients at every position. A module that is none of torch's says it itself."""
+    if hasattr(module, "sides"):
+        return module.sides(x, grad)
+    if isinstance(module, nn.Linear):
+        return x.flatten(0, -2).unsqueeze(0), grad.flatten(0, -2).unsqueeze(0)
+    if isinstance(module, nn.modules.conv._ConvTransposeNd):
+        return channels(x, module.groups), patches(module, grad)
+    return patches(module, x), channels(grad, module.groups)
+
+
+def kronecker_loop(case: Case, model: nn.Module, batches: list[Any], targets: str) -> dict[str, tuple[Tensor, Tensor]]:
+    """G, summed, and A, averaged over examples and positions, of each layer's weight: by hooks, an example at a time.
+
+    A has a 1 for the bias of a layer that has one, but for transposed convolutions.
+    """
+    model.eval()
+    named = {f"{name}.weight".lstrip("."): module for name, module in model.named_modules()}
+    found: dict[str, list[Any]] = {}
+    for example in examples(batches):
+        calls: list[tuple[str, nn.Module, Tensor, Tensor]] = []
+
+        def heard(module: nn.Module, args: Any, out: Tensor, name: str, calls: list = calls) -> Tensor:
+            calls.append((name, module, args[0], out))
+            return out.clone()  # what comes next may write into it
+
+        hooks = [
+            module.register_forward_hook(functools.partial(heard, name=name))
+            for name, module in named.items()
+            if isinstance(module, LAYERS) or hasattr(module, "sides")
+        ]
+        output, label = call(case, model, example)
+        for hook in hooks:
+            hook.remove()
+        if targets == "expected":
+            losses = [(case.likelihood.nll(output, y).sum(), p) for y, p in possible_labels(case, output.detach())]
+        else:
+            losses = [(case.likelihood.nll(output, label).sum(), torch.ones(()))]
+        for column, (loss, weight) in enumerate(losses):
+            grads = torch.autograd.grad(loss, [out for *_, out in calls], retain_graph=True, materialize_grads=True)
+            for (name, module, x, _), grad in zip(calls, grads, strict=True):
+                a, g = sides(module, x.detach(), grad)
+                bias = getattr(module, "bias", None)
+                if bias is not None and bias.requires_grad and not isinstance(module, nn.modules.conv._ConvTransposeNd):
+                    a = torch.cat([a, torch.ones_like(a[..., :1])], -1)
+                sums = found.setdefault(name, [0.0, 0.0, 0])
+                sums[0] = sums[0] + weight * g.mT @ g
+                if column == 0:
+                    sums[1], sums[2] = sums[1] + a.mT @ a, sums[2] + a.shape[1]
+    return {name: (g, a / places) for name, (g, a, places) in found.items()}

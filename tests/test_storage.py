@@ -17,8 +17,10 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import holdfast
-from holdfast import Dense, Diagonal, LowRank, Memory, Posterior, Source
+from holdfast import Dense, Diagonal, Kronecker, LowRank, Memory, Posterior, Source
 from holdfast.errors import ArgumentError, HoldfastError, MemoryFileError
+from holdfast.precision.kronecker import Term
+from holdfast.precision.layers import Layer
 from holdfast.storage import FORMAT
 
 SOURCES = (
@@ -48,9 +50,23 @@ def lowrank(names=tuple(LAYOUT), spanned=None):
     return LowRank(entries, {name: normal(3, *LAYOUT[name]) for name in spanned or names}, 2, SOURCES)
 
 
+def kronecker(terms=1, bias="body.bias", wide=False):
+    layer = Layer("body.weight", bias, LAYOUT["body.weight"], 1, 2, False)
+
+    def factor(size):
+        return normal(1, size).square() if wide else torch.cov(normal(size, 5)).view(1, size, size)
+
+    return Kronecker({layer: tuple(Term(factor(2), factor(layer.inputs), 12.5) for _ in range(terms))}, SOURCES)
+
+
 PRECISIONS = {
     "diagonal": diagonal,
     "dense": dense,
+    "kronecker": lambda: kronecker(),
+    "kronecker terms": lambda: kronecker(2) + kronecker(1, bias=None),
+    "kronecker of wide sides": lambda: kronecker(wide=True),
+    "rotated": lambda: kronecker(2).rotated() + diagonal(("embed.weight",)),
+    "rotated of wide sides": lambda: kronecker(wide=True).rotated(),
     "sum": lambda: diagonal(("embed.weight", "body.bias")) + dense(("body.weight", "embed.weight")),
     "diagonal of a part": lambda: diagonal(("body.bias",)),
     "low rank": lowrank,
@@ -410,7 +426,7 @@ def test_a_newer_format_is_refused_with_both_versions(path, raw):
             read(path)
 
 
-@pytest.mark.parametrize("kind", ["diagonal", "dense", "sum"])
+@pytest.mark.parametrize("kind", ["diagonal", "dense", "sum", "kronecker", "rotated"])
 def test_a_description_without_one_of_its_parts_is_refused(path, kind):
     holdfast.save(memory(kind), path)
     facts = facts_of(path)
@@ -438,7 +454,7 @@ def described(facts):
     return next(value for value in facts.values() if isinstance(value, dict) and "kind" in value)
 
 
-@pytest.mark.parametrize("kind", ["dense", "sum"])
+@pytest.mark.parametrize("kind", ["dense", "sum", "kronecker terms", "rotated"])
 @pytest.mark.parametrize("junk", JUNK, ids=repr)
 def test_a_structure_with_junk_in_one_of_its_parts_is_refused(path, kind, junk):
     holdfast.save(memory(kind), path)
@@ -458,6 +474,48 @@ def test_a_dense_layout_with_impossible_shapes_is_refused(path, shape):
     facts = json.loads(text.replace('["embed.weight",[3,2]]', f'["embed.weight",{json.dumps(shape)}]'))
     forged(path, facts)
     assert outcome(path) is None
+
+
+LAYER_JUNK = [*JUNK, [-1.0], [12.5, 12.5], ["12.5"], [None], [2], [2, 2, 1], [4, 1], "2"]
+
+
+@pytest.mark.parametrize("kind", ["kronecker", "rotated of wide sides"])
+def test_a_layer_with_junk_in_one_of_its_parts_is_refused(path, kind):
+    holdfast.save(memory(kind), path)
+    facts = facts_of(path)
+    (layer,) = described(facts)["layers"]
+    for key in layer:
+        forged(path, _with_layer(facts, {other: value for other, value in layer.items() if other != key}))
+        assert outcome(path) is None, f"a layer without {key!r} was accepted"
+        for junk in LAYER_JUNK:
+            if junk != layer[key] and (key, junk) != ("turned", True):  # which is another layer
+                forged(path, _with_layer(facts, {**layer, key: junk}))
+                assert outcome(path) is None, f"{key!r}: {junk!r} was accepted"
+
+
+def _with_layer(facts, layer):
+    forgery = copy.deepcopy(facts)
+    described(forgery)["layers"] = [layer]
+    return forgery
+
+
+@pytest.mark.parametrize("kind", ["kronecker", "kronecker of wide sides", "rotated of wide sides", "rotated"])
+def test_factors_that_no_precision_has_are_refused_on_the_way_out(path, kind):
+    holdfast.save(memory(kind), path)
+    facts, tensors = facts_of(path), load_file(path)
+    for name in (name for name in tensors if name.startswith("precision.") and "embed" not in name):
+        wrong = {
+            "nan": tensors[name].clone().index_fill_(-1, torch.tensor([0]), torch.nan),
+            "another shape": tensors[name][..., :1],
+            "integers": torch.ones(tensors[name].shape, dtype=torch.int64),
+        }
+        bases = kind == "rotated" and not name.endswith("entries")
+        wrong["not orthonormal" if bases else "negative"] = (0.5 if bases else -1) * tensors[name]
+        for what, value in wrong.items():
+            forged(path, facts, {**tensors, name: value})
+            with pytest.raises(MemoryFileError, match="not a valid memory"):
+                holdfast.load(path)
+            assert what
 
 
 @pytest.mark.parametrize("depth", [1, 50, 350])
@@ -491,7 +549,7 @@ def test_metadata_that_is_no_description_is_refused(path, raw, text):
     assert outcome(path) is None
 
 
-@pytest.mark.parametrize("kind", ["diagonal", "dense", "sum"])
+@pytest.mark.parametrize("kind", ["diagonal", "dense", "sum", "kronecker", "kronecker terms", "rotated"])
 def test_a_file_that_lacks_a_tensor_or_has_one_more_is_refused(path, kind):
     holdfast.save(memory(kind), path)
     facts, tensors = facts_of(path), load_file(path)

@@ -117,6 +117,54 @@ def test_a_fisher_from_a_collators_dict_a_hold_and_a_file(name, tmp_path):
     assert loaded.posterior.ties == ties.get(name, {})
 
 
+def covered(fisher):
+    """The layers and the diagonal's entries of a Kronecker Fisher, and every name that it covers."""
+    terms = fisher.terms if isinstance(fisher, holdfast.Sum) else (fisher,)
+    layers = {layer: each for t in terms if isinstance(t, holdfast.Kronecker) for layer, (each,) in t.layers.items()}
+    entries = {name: each for t in terms if isinstance(t, holdfast.Diagonal) for name, each in t.entries.items()}
+    return layers, entries, [*(name for layer in layers for name in layer.shapes), *entries]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_kronecker_factors_of_every_model(name):
+    """A weight is a layer's or the diagonal's; a layer's trace is Σ‖g‖² times the mean of ‖a‖², by hooks."""
+    model, batch, likelihood = made(name, torch.float64)
+    fisher = holdfast.kronecker_fisher(model, [batch], likelihood, targets="observed")
+    layers, entries, names = covered(fisher)
+    assert sorted(names) == sorted(trainable(model))
+    diagonal = holdfast.diagonal_fisher(model, [batch], likelihood, targets="observed")
+    errors = relative_errors(entries, {name: diagonal.entries[name] for name in entries})
+    assert max(errors.values(), default=0.0) <= 1e-9
+    linear = {f"{n}.weight" for n, m in model.named_modules() if type(m).__name__ in ("Linear", "Conv1D", "Conv2d")}
+    tied = {"lm_head.weight"} if name in ("gpt2", "t5") else set()
+    assert linear - tied == {layer.weight for layer in layers}
+    seen = {}
+
+    def heard(module, args, out, name):
+        inputs = args[0].detach()
+        seen.setdefault(name, []).append((inputs, out))
+
+    modules = {layer: model.get_submodule(layer.weight.removesuffix(".weight")) for layer in layers}
+    hooks = [
+        module.register_forward_hook(lambda m, args, out, key=layer: heard(m, args, out, key))
+        for layer, module in modules.items()
+        if type(module).__name__ != "Conv2d"
+    ]
+    inputs = {key: value for key, value in batch.items() if key != "labels"}
+    loss = likelihood.nll(model.eval()(**inputs).logits, batch["labels"]).sum()
+    for hook in hooks:
+        hook.remove()
+    flat = [(layer, *call) for layer, calls in seen.items() for call in calls]
+    grads = torch.autograd.grad(loss, [out for *_, out in flat])
+    for layer, calls in seen.items():
+        g = sum(grad.square().sum() for (key, *_), grad in zip(flat, grads, strict=True) if key == layer)
+        places = sum(x.numel() // x.shape[-1] for x, _ in calls)
+        a = sum(x.square().sum() for x, _ in calls) / places + (layer.bias is not None)
+        term = layers[layer]
+        torch.testing.assert_close(term.outputs.diagonal(dim1=1, dim2=2).sum(), g, rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(term.inputs.diagonal(dim1=1, dim2=2).sum(), a, rtol=1e-9, atol=1e-12)
+
+
 def test_adapters_keep_the_names_of_the_model_they_adapt():
     peft = pytest.importorskip("peft")
     model = gpt2()
@@ -136,3 +184,7 @@ def test_adapters_keep_the_names_of_the_model_they_adapt():
     dense = holdfast.dense_fisher(adapted, batches, likelihood)
     for name, entries in diagonal.entries.items():
         torch.testing.assert_close(entries, dense.diagonal()[name])
+    layers, entries, every = covered(holdfast.kronecker_fisher(adapted, batches, likelihood))
+    assert {layer.weight for layer in layers} == adapters
+    assert sorted(every) == sorted(trainable(adapted))
+    assert set(entries) == {"transformer.ln_f.weight", "transformer.ln_f.bias"}

@@ -140,6 +140,9 @@ def add_scaled_(
     for name, gradient in pull.items():
         parameter = params[name]
         if id(parameter) in only:
-            factor = scale.to(gradient.device) if isinstance(scale, Tensor) else scale
             grad = _gradient(parameter)
+            if not isinstance(scale, Tensor) and grad.dtype == gradient.dtype and grad.device == gradient.device:
+                grad.add_(gradient, alpha=scale)
+                continue
+            factor = scale.to(gradient.device) if isinstance(scale, Tensor) else scale
             grad += (factor * gradient).to(device=parameter.device, dtype=parameter.dtype)

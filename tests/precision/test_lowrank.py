@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from test_laws import SHAPES, diagonal, flat, lowrank, vector
 
 import holdfast
 from holdfast import ArgumentError, Diagonal, LowRank, MismatchError, Posterior, SingularError
+from precisions import SHAPES, diagonal, flat, lowrank, vector
 
 
 def random(seed, *shape):

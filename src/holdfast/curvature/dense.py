@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..errors import ArgumentError
 from ..likelihood import Likelihood
 from ..params import Only, shapes, trainable, unwrapped
 from ..precision import Dense
@@ -74,7 +75,11 @@ class _OuterProducts:
                 self._names.setdefault(site, []).append(name)
         size = len(self.total)
         each = columns * size * self.total.element_size()
-        self._limit.examples(each * examples, f"the gradients of a batch of {examples}, side by side,")
+        if each * examples > self._limit.bytes:
+            raise ArgumentError(
+                f"memory={self._limit.bytes} is too small for a batch of {examples}, whose gradients take "
+                f"{each * examples} bytes side by side. Give as many, or batches of {self._limit.bytes // each or 1}."
+            )
         self._columns = [self.total.new_zeros(examples, size) for _ in range(columns)]
         self._column, self._filled = 0, dict.fromkeys(self._named, 0)
 

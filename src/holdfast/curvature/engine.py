@@ -111,12 +111,14 @@ class Engine:
 
     def prepared(self, batch: Batch) -> Pass:
         """A batch, run forward and planned."""
-        batch, losses = self._scoring.counted(batch)
         if batch.size == 1 and self._beside and self._taps:
+            batch, _ = self._scoring.counted(batch)
             twice = batch.rows([0, 0])
             made = self._planned(twice, self._scoring.losses(self._scoring.output(twice), twice))
             return replace(made, batch=batch, beside=True)
-        return self._planned(batch, losses)
+        return self._planned(
+            *self._scoring.counted(batch)
+        )  # which lets go of the graph to make room, so nobody else has it
 
     def collect(self, batches: Iterable[Any], collector: Collector) -> Source:
         """Let a collector have all batches; where the data came from."""

@@ -12,7 +12,7 @@ from ..errors import DataError
 from ..kernels import add_gram_, add_squares_, mirrored
 from ..precision.factors import diagonal
 from ..precision.layers import Layer
-from .forms import Form, Limit, Products, Shifted, wide
+from .forms import CACHED, Form, Limit, Products, Shifted, wide
 from .graph import Graph
 from .plan import Plan, Site
 from .squares import Squares
@@ -83,8 +83,7 @@ class Factors:
 
     def begin(self, plan: Plan, graph: Graph, examples: int, columns: int) -> None:
         if plan is not self._plan:
-            if self._plan is None:
-                self._sort(plan)
+            self._sort(plan, graph)
             self._plan = plan
             self._serve(plan)
         self._heard.clear()
@@ -107,22 +106,24 @@ class Factors:
     def score(self, name: str, scores: Tensor) -> None:
         self._squares.score(name, scores)
 
-    def _sort(self, plan: Plan) -> None:
-        """Which parameters are layers, as the first batch uses them."""
+    def _sort(self, plan: Plan, graph: Graph) -> None:
+        """Which parameters are layers, as the first batch that uses them does."""
         shared = [site for sites in plan.sites.values() for site in sites]
-        for name, sites in plan.sites.items():
-            why = _unfit(sites, shared)
+        fresh = {name: sites for name, sites in plan.sites.items() if not self._known(name)}
+        for name, sites in fresh.items():
+            why = _unfit(sites, shared, self._named[name])
             if why:
                 self.why[name] = why
             else:
                 self._layer_of[name] = None
-        self.why |= plan.general
-        for name, sites in plan.sites.items():
-            bias = {site.place for site in sites if site.slot == _BIASES.get(site.operation)}
-            if len(bias) == len(sites) and all(_turned(site) is False for site in sites):
-                for weight in self._layer_of:
-                    if {site.place for site in plan.sites[weight]} == bias:
-                        self._biases[weight] = name
+        self.why |= {name: why for name, why in plan.general.items() if not self._known(name)}
+        for name, sites in fresh.items():
+            for weight in self._layer_of:
+                if weight in fresh and _is_bias(sites, fresh[weight], self._named[name], graph):
+                    self._biases[weight] = name
+
+    def _known(self, name: str) -> bool:
+        return name in self._layer_of or name in self.why
 
     def _serve(self, plan: Plan) -> None:
         lost = [name for name in self._layer_of if name not in plan.sites and name not in plan.unused]
@@ -153,7 +154,7 @@ class Factors:
         new = site not in self._heard  # the columns of an exact Fisher share their inputs
         self._heard.add(site)
         step = self._limit.examples(max(1, parts.share), f"what the kernel of `{name}` saw")
-        step = max(1, min(step, _CACHED // parts.share)) if parts.share and sums.inputs.device.type == "cpu" else step
+        step = max(1, min(step, CACHED // parts.share)) if parts.share and sums.inputs.device.type == "cpu" else step
         for start in range(0, parts.examples, step):
             inputs, grads = parts.part(start, min(start + step, parts.examples))
             if not parts.inputs_left:
@@ -167,12 +168,11 @@ class Factors:
 
     def _made(self, name: str, site: Site, parts: Products) -> Layer:
         parameter = self._named[name]
-        turned = parts.inputs_left != _turned(site)
-        rows = parts.columns if _turned(site) else parts.rows
-        layer = Layer(name, None, parameter.shape, parts.groups, rows, turned)
-        bias = self._biases.get(name)
-        if bias is not None and self._named[bias].shape == (layer.groups * layer.outputs,):
-            layer = Layer(name, bias, parameter.shape, parts.groups, rows, turned)
+        seen_turned = bool(_turned(site, parameter))
+        rows = parts.columns if seen_turned else parts.rows
+        layer = Layer(
+            name, self._biases.get(name), parameter.shape, parts.groups, rows, parts.inputs_left != seen_turned
+        )
         outputs, inputs = (
             torch.zeros(
                 layer.groups, *[size] * (1 + (size <= self._widest)), dtype=wide(parameter), device=parameter.device
@@ -182,9 +182,6 @@ class Factors:
         ones = None if layer.bias is None else inputs.new_zeros(layer.groups, inputs.shape[-1])
         self.layers[layer] = Sums(outputs, inputs, ones)
         return layer
-
-
-_CACHED = 4 << 20
 
 
 def _add_(total: Tensor, sides: Tensor) -> None:
@@ -198,25 +195,52 @@ def _add_(total: Tensor, sides: Tensor) -> None:
             add(total[group], rows.reshape(-1, rows.shape[-1]))
 
 
-def _unfit(sites: tuple[Site, ...], every: list[Site]) -> str:
+def _unfit(sites: tuple[Site, ...], every: list[Site], parameter: Tensor) -> str:
     """Why a parameter is no layer's weight; nothing if it is."""
     for site in sites:
         if site.slot not in _WEIGHTS.get(site.operation, ()):
             return f"it is used in {site.operation}"
         if every.count(site) > 1 or site.route.steps is None:
             return "it is computed with before it is used"
-        if _turned(site) is None:
+        if _turned(site, parameter) is None:
             return "a part of it is used, or in another order"
-    if len({(_turned(site), site.weight, site.slot) for site in sites}) > 1:
+    if len({(_turned(site, parameter), site.weight, site.slot) for site in sites}) > 1:
         return "it is used in two ways"
     return ""
 
 
-def _turned(site: Site) -> bool | None:
-    """Whether a weight is seen transposed; None where it is not its whole parameter, in one of the two orders."""
-    steps = [step for step in site.route.steps or () if step[0] != "same"]
-    if all(step[0] == "viewed" for step in steps):
+def _is_bias(sites: tuple[Site, ...], weights: tuple[Site, ...], bias: Tensor, graph: Graph) -> bool:
+    """Whether a parameter is added to each output of a weight, wherever the weight is used, and nowhere else."""
+    by_place = {site.place: site for site in weights}
+    if {site.place for site in sites} != set(by_place) or len(sites) != len(weights):
         return False
-    last = len(site.weight)
-    swaps = {frozenset((last - 1, last)), frozenset((-1, -2))}
-    return True if len(steps) == 1 and steps[0][0] == "transposed" and frozenset(steps[0][1:]) in swaps else None
+    for site in sites:
+        weight = by_place[site.place]
+        call = weight.call(graph)
+        if site.slot != _BIASES.get(site.operation) or site.route.steps is None:
+            return False
+        if site.operation == "ConvolutionBackward0":
+            # Transposed, an input's outputs are a whole kernel's, and the bias is one of each place.
+            if call.saved("transposed"):
+                return False
+            outputs, seen = weight.weight[0], site.weight
+        else:
+            last = weight.slot == 2
+            outputs = weight.weight[1 if last else 0]
+            seen = torch.Size([outputs] if last else [outputs, 1])
+            if call.saved("alpha") != call.saved("beta"):
+                return False
+        if bias.shape != (outputs,) or site.weight != seen:
+            return False
+    return True
+
+
+def _turned(site: Site, parameter: Tensor) -> bool | None:
+    """Whether a weight is seen transposed; None where it is not its whole parameter, in one of the two orders."""
+    seen = site.route.view(torch.empty(1, *parameter.shape, device="meta"))[0]
+    if seen.numel() != parameter.numel() or seen.ndim < 2:
+        return None
+    plain, turned = seen.is_contiguous(), seen.mT.is_contiguous() and site.operation != "ConvolutionBackward0"
+    if plain and turned:  # a single row or column, which is either
+        return seen.shape[-2:] != parameter.shape[-2:]
+    return turned if plain or turned else None

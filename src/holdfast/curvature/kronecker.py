@@ -48,8 +48,9 @@ def kronecker_fisher(
     `exact_trace=True` scales each layer to the trace of its exact Fisher, at the cost of a diagonal Fisher more.
 
     A layer is what multiplies by a whole parameter, whatever module does it. Its bias joins if it is added in the same
-    operation. A side with more than `widest` directions (a vocabulary) is kept as its diagonal. The other arguments are
-    those of `diagonal_fisher`, and so is the cost: about one training pass, and two matrix products per layer.
+    operation, one number to each output (a transposed convolution's is not). A side with more than `widest` directions
+    (a vocabulary) is kept as its diagonal. The other arguments are those of `diagonal_fisher`, and so is the cost:
+    about one training pass, and two matrix products per layer.
     """
     if not isinstance(widest, int) or isinstance(widest, bool) or widest < 1:
         raise ArgumentError(f"widest is the number of directions up to which a factor is a matrix, got {widest!r}.")

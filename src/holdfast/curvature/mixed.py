@@ -52,7 +52,7 @@ def mixed_fisher(
             raise ArgumentError(f"`{pattern}` needs a function such as holdfast.kronecker_fisher, got {fisher!r}.")
         mine = chosen(left, pattern)
         if not mine:
-            raise ArgumentError(f"no parameter is left for `{pattern}`. Left are {some(left) or 'none'}.")
+            raise ArgumentError(f"no parameter is left for `{pattern}`. Left: {some(left)}.")
         left = {name: parameter for name, parameter in left.items() if name not in mine}
         parts.append((fisher, list(mine)))
     if left:

@@ -81,7 +81,7 @@ def hold(
         if any(isinstance(each, torch.optim.LBFGS) for each in optimizers):
             raise ArgumentError("LBFGS compares losses within a step, and needs a pull that is up to date: every=1.")
         terms = [Reused(term, every) if isinstance(term, Quadratic) else term for term in terms]
-    turn = Rotation([each.precision for each in posteriors], optimizers) if rotate else None
+    turn = Rotation([each.precision for each in posteriors], optimizers, model.parameters()) if rotate else None
     handle = Handle(optimizers, model, terms, count, strength, turn)
     handle._attach()
     return handle
@@ -204,6 +204,8 @@ class Handle:
         self._steps[id(optimizer)] += 1
         if not self._held:
             return None
+        if self._rotation is not None:
+            self._rotation.start()
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if not callable(closure):
             self._add_gradient(optimizer)

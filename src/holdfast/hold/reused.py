@@ -42,6 +42,8 @@ class Reused:
         if not params:
             return torch.zeros(())
         mine = frozenset(only)
+        # Where other parameters are free than before, pulls kept for the others are of another time.
+        self._kept = {ids: each for ids, each in self._kept.items() if ids == mine or not ids & mine}
         calls, pull, value = self._kept.get(mine, (0, {}, torch.zeros(())))
         if calls % self.every == 0:
             pull, value = self.quadratic.pull(params)

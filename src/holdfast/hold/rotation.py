@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import functools
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -22,15 +23,17 @@ class Rotation:
     coordinates, and one that is stiff slows all; in the eigenvectors of G and A each has a scale of its own.
     """
 
-    def __init__(self, precisions: Sequence[Precision], optimizers: Sequence[Optimizer]) -> None:
+    def __init__(
+        self, precisions: Sequence[Precision], optimizers: Sequence[Optimizer], params: Iterable[Tensor]
+    ) -> None:
         self._bases: dict[Layer, Basis] = {}
+        # As wide as the parameters: the vectors stay orthogonal to their rounding.
+        dtype = functools.reduce(torch.promote_types, (parameter.dtype for parameter in params), torch.float32)
         for precision in precisions:
             for term in precision.terms if isinstance(precision, Sum) else (precision,):
                 found = term.merged().rotated() if isinstance(term, Kronecker) else term
                 if isinstance(found, Rotated):
-                    # float32 is what the parameters are in; the vectors stay orthogonal to its rounding.
-                    kept = found.to(dtype=torch.float32)
-                    self._bases |= {layer: basis for layer, (basis, _) in kept.layers.items()}
+                    self._add(found.to(dtype=dtype))
         if not self._bases:
             raise ArgumentError(
                 "rotate=True takes steps in the eigenvectors of Kronecker factors, and this posterior has none. Use "
@@ -42,12 +45,27 @@ class Rotation:
                 f"rotate=True turns what a step does, and weight decay {decayed[0]['weight_decay']} would be turned "
                 "with it. Set weight_decay=0 while holding."
             )
+        if any(isinstance(each, torch.optim.LBFGS) for each in optimizers):
+            raise ArgumentError("LBFGS moves within a step, by gradients as they are: leave rotate=True out.")
         self._before: dict[Layer, dict[str, tuple[Tensor, Tensor | None]]] = {}
+
+    def _add(self, rotated: Rotated) -> None:
+        """Bases of layers whose parameters have none yet: what is turned twice is turned back in the wrong order."""
+        turned = {name for layer in self._bases for name in layer.shapes}
+        self._bases |= {layer: basis for layer, (basis, _) in rotated.layers.items() if not turned & set(layer.shapes)}
+
+    def start(self) -> None:
+        """A step begins; what one that failed has left is forgotten."""
+        self._before.clear()
 
     @torch.no_grad()
     def before(self, held: Mapping[str, nn.Parameter], ours: Collection[int]) -> None:
         """Give the optimizer gradients as the basis has them."""
-        self._before.clear()
+        if self._before:
+            raise ArgumentError(
+                "the optimizer evaluates its closure more than once in a step, between which it has moved by turned "
+                "gradients: leave rotate=True out."
+            )
         for layer, basis in self._bases.items():
             params = {name: held[name] for name in layer.shapes if name in held and id(held[name]) in ours}
             if not params:

@@ -48,7 +48,8 @@ def merge(*posteriors: Posterior | Memory, base: Posterior | Memory | None = Non
             shapes(shared.mean), shapes(mean), what="the base, which must be expanded too,", than="the others"
         )
         repeats = len(parts) - 1
-        precision = precision - repeats * shared.precision
+        for _ in range(repeats):  # one by one, as a Kronecker sum keeps them
+            precision = precision - shared.precision
         pulls.append({name: -repeats * value for name, value in _pull(shared, mean).items()})
     shift = precision.solve(added(*pulls, {name: torch.zeros_like(value) for name, value in mean.items()}))
     moved = {name: value + shift[name] if name in shift else value.clone() for name, value in mean.items()}

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import ArgumentError
@@ -64,12 +66,26 @@ class Kronecker(Precision):
 
     def matvec(self, delta: Mapping[str, Tensor]) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
-        for layer, terms in self.layers.items():
-            matrix = layer.matrix(delta)
+        for layer, terms in self._aligned.items():
+            matrix = layer.matrix(delta, terms[0].inputs.shape[-1])
             with in_full_precision(matrix):
                 products = [sandwiched(term.outputs.to(matrix), matrix, term.inputs.to(matrix)) for term in terms]
-                found |= layer.tensors(products[0] if len(products) == 1 else torch.stack(products).sum(0))
+                product = products[0] if len(products) == 1 else torch.stack(products).sum(0)
+            found |= layer.tensors(product[..., : layer.inputs])
         return found
+
+    @cached_property
+    def _aligned(self) -> dict[Layer, tuple[Term, ...]]:
+        """The terms; on a GPU with inputs padded to eights, which its matrix units want: a bias makes an odd number."""
+
+        def aligned(factor: Tensor) -> Tensor:
+            missing = -factor.shape[-1] % 8 if factor.is_cuda else 0
+            return F.pad(factor, (0, missing, 0, missing)[: 2 * (factor.ndim - 1)]) if missing else factor
+
+        return {
+            layer: tuple(replace(term, inputs=aligned(term.inputs)) for term in terms)
+            for layer, terms in self.layers.items()
+        }
 
     def solve(self, vector: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {name: value for block in self._apart() for name, value in block.solve(vector).items()}
@@ -142,10 +158,10 @@ class Kronecker(Precision):
         rest = {layer: list(terms) for layer, terms in self.layers.items()}
         for layer, terms in part.layers.items():
             for term in terms:
-                found = next((each for each in rest.get(layer, []) if _same(each, term)), None)
+                found = next((at for at, each in enumerate(rest.get(layer, [])) if _same(each, term)), None)
                 if found is None:
                     return None
-                rest[layer] = [each for each in rest[layer] if each is not found]
+                del rest[layer][found]  # one of them, where it is there twice
         left = {layer: tuple(terms) for layer, terms in rest.items() if terms}
         return Kronecker(left, parted(self.sources, part.sources))
 
@@ -225,16 +241,21 @@ class Kronecker(Precision):
             if len(terms) == 1:
                 found.append(block.rotated())
                 continue
-            size = sum(shape.numel() for shape in layer.shapes.values())
-            try:
-                require_dense(size)
-            except ArgumentError as error:
-                raise ArgumentError(
-                    f"`{layer.weight}` has {len(terms)} Kronecker terms, whose sum has no closed inverse, and is too "
-                    f"large for a dense one ({size:,} entries). Make one term of them: .merged()."
-                ) from error
+            require_dense_terms(layer, len(terms))
             found.append(Dense(layer.shapes, block.dense(), self.sources))
         return found
+
+
+def require_dense_terms(layer: Layer, terms: int) -> None:
+    """Raise where several terms' sum, which has no closed inverse, is too large for a dense one."""
+    size = sum(shape.numel() for shape in layer.shapes.values())
+    try:
+        require_dense(size)
+    except ArgumentError as error:
+        raise ArgumentError(
+            f"`{layer.weight}` has {terms} Kronecker terms, whose sum has no closed inverse, and is too large for a "
+            f"dense one ({size:,} entries). Make one term of them: .merged()."
+        ) from error
 
 
 def _averaged(terms: tuple[Term, ...]) -> Term:

@@ -57,13 +57,15 @@ class Layer:
         """How many inputs a group has, the bias's own included."""
         return (self.rows if self.turned else self._columns) + (self.bias is not None)
 
-    def matrix(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """Tensors of the parameters' shapes as one: (groups, outputs, inputs)."""
+    def matrix(self, tensors: Mapping[str, Tensor], width: int = 0) -> Tensor:
+        """Tensors of the parameters' shapes as one: (groups, outputs, inputs), with zeros behind up to a `width`."""
         matrix = tensors[self.weight].reshape(self.groups, self.rows, -1)
-        matrix = matrix.mT if self.turned else matrix
-        if self.bias is None:
-            return matrix
-        return torch.cat([matrix, tensors[self.bias].reshape(self.groups, -1, 1).to(matrix.device)], -1)
+        parts = [matrix.mT if self.turned else matrix]
+        if self.bias is not None:
+            parts.append(tensors[self.bias].reshape(self.groups, -1, 1).to(matrix.device))
+        if width > self.inputs:
+            parts.append(matrix.new_zeros(self.groups, self.outputs, width - self.inputs))
+        return torch.cat(parts, -1) if len(parts) > 1 else parts[0]
 
     def tensors(self, matrix: Tensor) -> dict[str, Tensor]:
         """The inverse of `matrix`."""
@@ -90,10 +92,11 @@ class Layer:
         """The layer grown to `shapes`, and where its old outputs and inputs are among the new ones."""
         new = shapes.get(self.weight, self.shape)
         require_growth(self.shape, new)
-        if new != self.shape and self.groups > 1:
+        if new != self.shape and (self.groups > 1 or self.rows != self.shape[0]):
             raise MismatchError(
-                f"`{self.weight}` grew from {tuple(self.shape)} to {tuple(new)}, and is used in {self.groups} groups, "
-                "which would not stay the same. Expand it as a diagonal: the precision's diagonal() has its entries."
+                f"`{self.weight}` grew from {tuple(self.shape)} to {tuple(new)}, and is used as {self.groups}×"
+                f"{self.rows}×{self._columns}: its old rows would not stay in front. Expand it as a diagonal: the "
+                "precision's diagonal() has its entries."
             )
         rows = self.rows if new == self.shape else new[0]
         layer = replace(self, shape=new, rows=rows)

@@ -186,6 +186,8 @@ class Rotated(Precision):
         for facts in structure["layers"]:
             layer = Layer.made(facts)
             outputs, inputs = (tensors.get(f"{layer.weight}.{part}") for part in ("outputs", "inputs"))
+            for side in (outputs, inputs):
+                _require_orthonormal(side, layer.weight)
             layers[layer] = (Basis(outputs, inputs), tensors[f"{layer.weight}.entries"])
         return Rotated(layers, sources)
 
@@ -237,9 +239,17 @@ def _block(layer: Layer, basis: Basis, entries: Tensor) -> Tensor:
             torch.eye(count, dtype=entries.dtype, device=entries.device) if side is None else side[group].to(entries)
             for side, count in ((basis.outputs, layer.outputs), (basis.inputs, layer.inputs))
         ]
-        vectors, at = torch.kron(*sides), place.flatten()
+        vectors, at = torch.kron(*(side.contiguous() for side in sides)), place.flatten()
         matrix[at.unsqueeze(1), at] = (vectors * entries[group].flatten()) @ vectors.T
     return matrix
+
+
+def _require_orthonormal(side: Tensor | None, name: str) -> None:
+    """Raise unless the columns are orthonormal but for rounding: the inverse is written with their transpose."""
+    if side is not None:
+        error = (side.mT.double() @ side.double() - torch.eye(side.shape[-1], dtype=torch.float64)).abs().max()
+        if not bool(error <= 100 * side.shape[-1] * torch.finfo(side.dtype).eps):
+            raise ArgumentError(f"the basis for `{name}` is not orthonormal.")
 
 
 def _widened(side: Tensor, places: Tensor, size: int) -> Tensor:

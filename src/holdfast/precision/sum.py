@@ -13,7 +13,7 @@ from .base import Precision, added
 from .dense import Dense, embedded
 from .diagonal import SignedDiagonal
 from .kinds import described, made
-from .kronecker import Kronecker
+from .kronecker import Kronecker, require_dense_terms
 from .rotated import with_shift
 from .source import Source, joined, parted, thinned
 
@@ -135,9 +135,12 @@ def _closed(members: list[Precision]) -> Precision | None:
     """The sum of a Kronecker product and a number times the identity, in the product's eigenvectors."""
 
     def rotated(member: Precision) -> Precision:
-        if isinstance(member, Kronecker) and all(len(terms) == 1 for terms in member.layers.values()):
-            return member.rotated()
-        return member
+        if not isinstance(member, Kronecker):
+            return member
+        several = {layer: len(terms) for layer, terms in member.layers.items() if len(terms) > 1}
+        for layer, count in several.items():
+            require_dense_terms(layer, count)
+        return member if several else member.rotated()
 
     return with_shift([rotated(member) for member in members])
 
