@@ -161,7 +161,7 @@ def contenders(setting: Setting, model: nn.Module) -> dict[str, tuple[Callable[.
     """What is timed, each with the model it needs: peers mark theirs."""
     found: dict[str, tuple[Callable[..., Any], nn.Module]] = {"plain": (plain, model)}
     found |= {f"holdfast, {targets}": (ours(targets), model) for targets in setting.targets}
-    found["holdfast, Kronecker, sampled"] = (kronecker("sampled"), model)
+    found |= {f"holdfast, Kronecker, {targets}": (kronecker(targets), model) for targets in ("observed", "sampled")}
     found[f"holdfast, rank {RANK}, sampled"] = (lowrank("sampled"), model)
     peers = {"loop": (loop, model), "torch.func": (by_torch_func, model)}
     twin = setting.make().to(next(model.parameters()).device).eval()
