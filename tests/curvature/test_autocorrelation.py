@@ -22,6 +22,7 @@ SETTINGS = {
     "one entry": ((1, 1), (1, 1), (4, 5), 1),
     "even": ((2, 4), (1, 1), (7, 7), 1),
     "5×5 over little": ((5, 5), (1, 1), (2, 3), 2),
+    "one row of places": ((1, 3), (1, 1), (1, 7), 1),
     "one place": ((3, 3), (2, 2), (1, 1), 1),
     "3-d": ((3, 2, 3), (1, 2, 1), (4, 5, 3), 1),
 }
@@ -56,6 +57,16 @@ def test_products_of_what_a_kernel_saw(name, dtype, error, step):
     torch.testing.assert_close(total, wanted, rtol=0, atol=error * wanted.abs().max().item())
     sums = every.double().sum(-1).to(dtype)
     torch.testing.assert_close(some.sums(dtype), sums, rtol=0, atol=error * 10 * sums.abs().max().item())
+
+
+def test_a_sum_of_squares_is_not_negative_where_all_of_it_leaves_the_window():
+    torch.manual_seed(0)
+    under = torch.zeros(64, 1, 16, 34, 34)
+    under[..., 1] = torch.randn(64, 1, 16, 34)
+    total = torch.zeros(1, 144, 144)
+    Patches(under, (3, 3), (1, 1), (32, 32)).add_grams_(total, 64)
+    assert total.diagonal(dim1=1, dim2=2).min() >= 0
+    assert torch.linalg.eigvalsh(total.double()).min() > -1e-6 * total.max()
 
 
 def test_it_pays_where_the_places_are_many():

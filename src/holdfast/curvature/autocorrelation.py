@@ -34,7 +34,7 @@ class Patches:
 
     @property
     def pays(self) -> bool:
-        """Whether differences and slabs are fewer multiplications than half of an unfolded Gram matrix."""
+        """Whether differences and slabs take clearly fewer multiplications than the upper half of a Gram matrix."""
         entries = math.prod(self.kernel)
         sizes = [places + (size - 1) * gap for size, gap, places in self._axes]
         longer = math.prod(sizes[1:]) / math.prod(self.places[1:])
@@ -80,7 +80,9 @@ class Patches:
                     )
         count = len(self.kernel)
         order = [count, *range(count), 2 * count + 1, *range(count + 1, 2 * count + 1)]  # channels first, as weights
-        return blocks.permute(order).flatten(0, count).flatten(1)
+        gram = blocks.permute(order).reshape(2 * [blocks.shape[count] * math.prod(self.kernel)])
+        gram.diagonal().clamp_(min=0)  # squares, and rounding where a slab took away all that there was
+        return gram
 
     def _firsts(self, seen: Tensor) -> Tensor:
         """The first block of every difference, in a total of (*kernel, channels, *kernel, channels).
@@ -94,7 +96,7 @@ class Patches:
                 lines[(*zeros, axis)] = line.clone()
                 lines[(*zeros, axis)].narrow(axis + 1, places, line.shape[axis + 1] - places).zero_()
         channels = seen.shape[-1]
-        steps = [seen.stride(axis + (axis > 0)) // channels for axis in range(len(self.kernel))]
+        steps = [math.prod(seen.shape[axis + 1 + (axis > 0) : -1]) for axis in range(len(self.kernel))]
         blocks = seen.new_zeros(*self.kernel, channels, *self.kernel, channels)
         zero = (0,) * len(self.kernel)
         for lag in itertools.product(*(range(1 - size, size) for size in self.kernel)):
