@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .autocorrelation import Patches
 from .calls import Call
 from .forms import Form, Products, Rows, Shifted
 from .rules import by_channel, rule
@@ -35,26 +36,27 @@ def convolution(call: Call, grad: Tensor) -> Form | None:
     margins = [margin for margin in reversed(call.saved("padding")) for _ in range(2)]
     under = F.pad(under.flatten(0, 1), margins).unflatten(0, (len(grad), -1))  # type: ignore[no-untyped-call]
 
-    def sides(offsets: Sequence[tuple[int, ...]], start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """The placed side, and what the kernel's entries at `offsets` saw: (examples, groups, positions, rows)."""
+    def left(start: int, stop: int) -> Tensor:
+        """The placed side: (examples, groups, positions, rows)."""
+        side = placed[start:stop].unflatten(2, (groups, -1)).flatten(4)  # type: ignore[no-untyped-call]
+        return _positioned(side)
+
+    def right(offsets: Sequence[tuple[int, ...]], start: int, stop: int) -> Tensor:
+        """What the kernel's entries at `offsets` saw: (examples, groups, positions, columns)."""
         if len(offsets) == kernel.numel() and len(kernel) == 2 and placed.shape[1] == 1:
             stride, dilation = call.saved("stride"), call.saved("dilation")
             seen = F.unfold(under[start:stop, 0], tuple(kernel), dilation, 0, stride)  # the same, and faster
-            right = seen.unflatten(1, (groups, -1)).unsqueeze(1)  # type: ignore[no-untyped-call]
+            side = seen.unflatten(1, (groups, -1)).unsqueeze(1)  # type: ignore[no-untyped-call]
         else:
             seen = torch.stack([under[start:stop][(..., *_window(call, placed, offset))] for offset in offsets], 3)
-            right = seen.unflatten(2, (groups, -1)).flatten(3, 4).flatten(4)  # type: ignore[no-untyped-call]
-        left = placed[start:stop].unflatten(2, (groups, -1)).flatten(4)  # type: ignore[no-untyped-call]
-        # Both are (examples, share, groups, rows, positions) now.
-        if placed.shape[1] == 1:
-            return left[:, 0].mT, right[:, 0].mT
-        return left.movedim(1, 3).flatten(3).mT, right.movedim(1, 3).flatten(3).mT
+            side = seen.unflatten(2, (groups, -1)).flatten(3, 4).flatten(4)  # type: ignore[no-untyped-call]
+        return _positioned(side)
 
     def product(offsets: Sequence[tuple[int, ...]], shape: torch.Size) -> Products:
         positions, columns = placed[0, :, 0].numel(), call.weight[1] * len(offsets)
         return Products(
-            functools.partial(sides, offsets), len(grad), groups, positions, call.weight[0] // groups, columns, shape,
-            inputs_left=transposed, share=4 * positions * groups * columns,
+            left, functools.partial(right, offsets), len(grad), groups, positions, call.weight[0] // groups, columns,
+            shape, inputs_left=transposed, share=4 * positions * groups * columns,
         )  # fmt: skip
 
     offsets = list(itertools.product(*(range(size) for size in kernel)))
@@ -65,7 +67,22 @@ def convolution(call: Call, grad: Tensor) -> Form | None:
         pieces = tuple(functools.partial(product, [each], call.weight[:2]) for each in offsets)
     else:
         pieces = tuple(functools.partial(lines, each) for each in offsets)
-    return Shifted(pieces, functools.partial(product, offsets, call.weight), len(grad), call.weight)
+    whole = functools.partial(product, offsets, call.weight)
+    return Shifted(pieces, whole, len(grad), call.weight, _patches(call, placed, under))
+
+
+def _positioned(side: Tensor) -> Tensor:
+    """From (examples, share, groups, rows, positions) to (examples, groups, share · positions, rows)."""
+    return side[:, 0].mT if side.shape[1] == 1 else side.movedim(1, 3).flatten(3).mT
+
+
+def _patches(call: Call, placed: Tensor, under: Tensor) -> tuple[Patches, ...]:
+    """What the kernel saw, if its products with itself are cheaper than unfolded."""
+    if placed.shape[1] > 1 or placed.is_cuda or any(stride != 1 for stride in call.saved("stride")):
+        return ()
+    seen = under[:, 0].unflatten(1, (call.saved("groups"), -1))  # type: ignore[no-untyped-call]
+    patches = Patches(seen, tuple(call.weight[2:]), tuple(call.saved("dilation")), tuple(placed.shape[3:]))
+    return (patches,) if patches.pays else ()
 
 
 def _lines(call: Call, placed: Tensor, under: Tensor) -> Callable[[tuple[int, ...]], Products] | None:

@@ -111,14 +111,12 @@ class Engine:
 
     def prepared(self, batch: Batch) -> Pass:
         """A batch, run forward and planned."""
+        batch, losses = self._scoring.counted(batch)
         if batch.size == 1 and self._beside and self._taps:
-            batch, _ = self._scoring.counted(batch)
-            twice = batch.rows([0, 0])
-            made = self._planned(twice, self._scoring.losses(self._scoring.output(twice), twice))
-            return replace(made, batch=batch, beside=True)
-        return self._planned(
-            *self._scoring.counted(batch)
-        )  # which lets go of the graph to make room, so nobody else has it
+            return replace(self._planned(batch.rows([0, 0]), []), batch=batch, beside=True)
+        given = [losses]
+        del losses
+        return self._planned(batch, given)
 
     def collect(self, batches: Iterable[Any], collector: Collector) -> Source:
         """Let a collector have all batches; where the data came from."""
@@ -137,7 +135,9 @@ class Engine:
             del made
         return self._scoring.source()
 
-    def _planned(self, batch: Batch, losses: Tensor) -> Pass:
+    def _planned(self, batch: Batch, given: list[Tensor]) -> Pass:
+        """The batch, its losses taken out of the list (nobody else may keep their graph alive) or made."""
+        losses = given.pop() if given else self._scoring.losses(self._scoring.output(batch), batch)
         graph = Graph(losses, self._named)
         moved = graph.moves_rows(batch.size) if batch.size > 1 and self._taps else ""
         if batch.size == 1 or not self._taps or moved:

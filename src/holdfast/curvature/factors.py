@@ -36,14 +36,14 @@ class Sums:
     def factors(self) -> tuple[Tensor, Tensor]:
         """G, summed, and A, the mean."""
         outputs, inputs = (mirrored(each) if each.ndim == 3 else each for each in (self.outputs, self.inputs))
-        if self.ones is not None:
-            count = torch.full_like(self.ones[:, :1], self.places)
-            if inputs.ndim == 3:
-                inputs = torch.cat([inputs, self.ones.unsqueeze(1)], 1)
-                inputs = torch.cat([inputs, torch.cat([self.ones, count], 1).unsqueeze(-1)], 2)
-            else:
-                inputs = torch.cat([inputs, count], 1)
-        return outputs, inputs / self.places
+        if self.ones is None:
+            return outputs, inputs / self.places
+        size, matrix = inputs.shape[-1], inputs.ndim == 3
+        mean = inputs.new_ones(len(inputs), *[size + 1] * (1 + matrix))
+        torch.div(inputs, self.places, out=mean[:, :size, :size] if matrix else mean[:, :size])
+        if matrix:
+            mean[:, size, :size] = mean[:, :size, size] = self.ones / self.places
+        return outputs, mean
 
 
 class Factors:
@@ -153,18 +153,25 @@ class Factors:
         sums = self.layers[layer]
         new = site not in self._heard  # the columns of an exact Fisher share their inputs
         self._heard.add(site)
-        step = self._limit.examples(max(1, parts.share), f"what the kernel of `{name}` saw")
-        step = max(1, min(step, CACHED // parts.share)) if parts.share and sums.inputs.device.type == "cpu" else step
-        for start in range(0, parts.examples, step):
-            inputs, grads = parts.part(start, min(start + step, parts.examples))
-            if not parts.inputs_left:
-                inputs, grads = grads, inputs
-            _add_(sums.outputs, grads)
-            if new:
-                _add_(sums.inputs, inputs)
-                sums.places += inputs.shape[0] * inputs.shape[2]
-                if sums.ones is not None:
-                    sums.ones += inputs.sum((0, 2), dtype=sums.ones.dtype)
+        left, right = (sums.inputs, sums.outputs) if parts.inputs_left else (sums.outputs, sums.inputs)
+        if new:
+            sums.places += parts.examples * parts.positions
+        if new or not parts.inputs_left:
+            ones = sums.ones if parts.inputs_left else None
+            _add_(left, parts.left(0, parts.examples), ones)
+        if new or parts.inputs_left:
+            ones = None if parts.inputs_left else sums.ones
+            step = self._limit.examples(max(1, parts.share), f"what the kernel of `{name}` saw")
+            if isinstance(form, Shifted) and form.patches and right.ndim == 3:
+                for each in form.patches:
+                    each.add_grams_(right, step)
+                    if ones is not None:
+                        ones += each.sums(ones.dtype)
+                return
+            if parts.share and right.device.type == "cpu":
+                step = max(1, min(step, CACHED // parts.share))
+            for start in range(0, parts.examples, step):
+                _add_(right, parts.right(start, min(start + step, parts.examples)), ones)
 
     def _made(self, name: str, site: Site, parts: Products) -> Layer:
         parameter = self._named[name]
@@ -184,8 +191,10 @@ class Factors:
         return layer
 
 
-def _add_(total: Tensor, sides: Tensor) -> None:
-    """Add Σ x xᵀ, or its diagonal, for sides of (examples, groups, positions, size)."""
+def _add_(total: Tensor, sides: Tensor, ones: Tensor | None = None) -> None:
+    """Add Σ x xᵀ, or its diagonal, and Σ x to ones, for sides of (examples, groups, positions, size)."""
+    if ones is not None:
+        ones += sides.sum((0, 2), dtype=ones.dtype)
     add = add_gram_ if total.ndim == 3 else add_squares_
     for group, rows in enumerate(sides.unbind(1)):
         if rows.mT.is_contiguous() and len(rows) > 1 and not rows.is_contiguous():  # as a convolution unfolds them

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import abc
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from ..errors import ArgumentError
 from ..kernels import add_squared_products_
+from .autocorrelation import Patches
 
 CACHED = 4 << 20
 
@@ -137,11 +139,12 @@ class Lookup(Form):
 class Products(Form):
     """Sums of outer products over positions: Gₙ = Σ_t left_{n,t} right_{n,t}ᵀ, in groups that do not mix.
 
-    `part` gives the two sides for some examples, (examples, groups, positions, rows) and (…, columns), so that what is
-    unfolded for a convolution exists for a few examples at a time.
+    `left` and `right` give a side for some examples, (examples, groups, positions, rows) and (…, columns), so that what
+    is unfolded for a convolution exists for a few examples at a time.
     """
 
-    part: Callable[[int, int], tuple[Tensor, Tensor]]
+    left: Callable[[int, int], Tensor]
+    right: Callable[[int, int], Tensor]
     examples: int
     groups: int
     positions: int
@@ -149,16 +152,19 @@ class Products(Form):
     columns: int
     shape: torch.Size
     inputs_left: bool  # whether the left side is the layer's inputs, and the right its output's gradient
-    share: int = 0  # bytes per example that `part` itself takes
+    share: int = 0  # bytes per example that `right` itself takes
 
     @staticmethod
     def of(left: Tensor, right: Tensor, shape: torch.Size, *, inputs_left: bool) -> Products:
         """From both sides as they are."""
         batch, groups, positions, rows = left.shape
         return Products(
-            lambda start, stop: (left[start:stop], right[start:stop]),
+            lambda start, stop: left[start:stop], lambda start, stop: right[start:stop],
             batch, groups, positions, rows, right.shape[-1], shape, inputs_left,
         )  # fmt: skip
+
+    def part(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        return self.left(start, stop), self.right(start, stop)
 
     def scores(self, start: int, stop: int) -> Tensor:
         left, right = self.part(start, stop)
@@ -205,6 +211,7 @@ class Shifted(Form):
     whole: Callable[[], Products]  # all of them at once
     examples: int
     shape: torch.Size  # (rows, columns, *kernel)
+    patches: tuple[Patches, ...] = ()  # what the kernel saw, where its products need no unfolding
 
     def scores(self, start: int, stop: int) -> Tensor:
         scores = [piece().scores(start, stop) for piece in self.pieces]
@@ -212,7 +219,8 @@ class Shifted(Form):
 
     def only(self, example: int) -> Shifted:
         pieces = tuple(functools.partial(piece().only, example) for piece in self.pieces)
-        return Shifted(pieces, functools.partial(self.whole().only, example), 1, self.shape)
+        patches = tuple(each.only(example) for each in self.patches)
+        return Shifted(pieces, functools.partial(self.whole().only, example), 1, self.shape, patches)
 
     def with_more(self, others: Sequence[Form]) -> Shifted | None:
         same = [other for other in others if isinstance(other, Shifted)]
@@ -223,7 +231,11 @@ class Shifted(Form):
             return _joined([each.pieces[place]() for each in (self, *same)])
 
         pieces = tuple(functools.partial(piece, place) for place in range(len(self.pieces)))
-        return replace(self, pieces=pieces, whole=lambda: _joined([each.whole() for each in (self, *same)]))
+        seen = [each.patches for each in (self, *same)]
+        patches = tuple(itertools.chain(*seen)) if all(seen) else ()
+        return replace(
+            self, pieces=pieces, whole=lambda: _joined([each.whole() for each in (self, *same)]), patches=patches
+        )
 
     def add_squares_(self, total: Tensor, limit: Limit, name: str = "a parameter") -> None:
         flat = total.view(*self.shape[:2], len(self.pieces))
@@ -236,12 +248,14 @@ class Shifted(Form):
 def _joined(every: Sequence[Products]) -> Products:
     """The products of one weight, their positions one behind the other."""
 
-    def part(start: int, stop: int) -> tuple[Tensor, Tensor]:
-        lefts, rights = zip(*(each.part(start, stop) for each in every), strict=True)
-        return torch.cat(lefts, 2), torch.cat(rights, 2)
+    def left(start: int, stop: int) -> Tensor:
+        return torch.cat([each.left(start, stop) for each in every], 2)
+
+    def right(start: int, stop: int) -> Tensor:
+        return torch.cat([each.right(start, stop) for each in every], 2)
 
     positions, share = sum(each.positions for each in every), sum(each.share for each in every)
-    return replace(every[0], part=part, positions=positions, share=share)
+    return replace(every[0], left=left, right=right, positions=positions, share=share)
 
 
 def add_outer_(total: Tensor, left: Tensor, right: Tensor) -> None:

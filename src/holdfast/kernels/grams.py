@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# On a CPU a wide Gram matrix is made in strips of this many rows, what lies below the diagonal left out.
-_STRIP = 256
+# On a CPU a wide Gram matrix is made in strips of so many rows or an eighth, what lies below the diagonal left out.
+_STRIP = 128
 
 
 def add_gram_(total: Tensor, rows: Tensor) -> None:
@@ -19,13 +19,16 @@ def add_gram_(total: Tensor, rows: Tensor) -> None:
     if rows.is_cuda or size < 2 * _STRIP:
         total.addmm_(rows.T, rows)
         return
-    for start in range(0, size, _STRIP):
-        total[start : start + _STRIP, start:].addmm_(rows[:, start : start + _STRIP].T, rows[:, start:])
+    strip = max(_STRIP, size // 8)
+    for start in range(0, size, strip):
+        total[start : start + strip, start:].addmm_(rows[:, start : start + strip].T, rows[:, start:])
 
 
 def mirrored(total: Tensor) -> Tensor:
     """The symmetric matrix whose upper triangle a total has."""
-    return total.triu() + total.triu(1).mT
+    upper = total.triu()
+    upper.diagonal(dim1=-2, dim2=-1).mul_(0.5)
+    return upper + upper.mT
 
 
 def add_squares_(total: Tensor, rows: Tensor) -> None:
