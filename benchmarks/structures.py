@@ -249,9 +249,11 @@ def run(job: Job, folder: str, device: str) -> dict[str, Any]:
                 posterior = step(posterior, model, batches(x, y))
                 estimating += time.perf_counter() - start
             table.append([tasks.accuracy(model, other) for other in range(task + 1)])
+    where = torch.cuda.get_device_name() if device == "cuda" else "CPU"
     kept = sum(tensor.numel() * tensor.element_size() for tensor in posterior.precision.tensors.values())
     return {
         "method": job.method, "strength": job.strength, "seed": job.seed, "tasks": job.tasks, "epochs": job.epochs,
+        "device": where,
         "lr": job.lr, "every": job.every, "rotate": job.rotate, "objectives": objectives,
         "validating": job.validating, "accuracy": sum(table[-1]) / len(table[-1]), "table": table,
         "precision_bytes": kept, "training_seconds": training, "fisher_seconds": estimating,
