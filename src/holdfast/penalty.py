@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
@@ -109,7 +109,11 @@ class Quadratic:
 
     def pull(self, params: Mapping[str, nn.Parameter]) -> tuple[dict[str, Tensor], Tensor]:
         """Λδ and ½ δᵀΛδ at the parameters held. Its matrix products use a GPU's TF32, whose ten bits do for a pull."""
-        delta = {name: difference(parameter, self.posterior.mean[name]) for name, parameter in params.items()}
+        means = [self.posterior.mean[name] for name in params]
+        if _alike([*params.values(), *means]):  # in one call: a large model has hundreds of parameters
+            delta = dict(zip(params, torch._foreach_sub(list(params.values()), means), strict=True))
+        else:
+            delta = {name: difference(*pair) for name, *pair in zip(params, params.values(), means, strict=True)}
         with tensor_cores():
             pull = self.posterior.precision.matvec(delta)
         return pull, 0.5 * inner(delta, pull)
@@ -137,12 +141,17 @@ def add_scaled_(
     params: Mapping[str, nn.Parameter], pull: Mapping[str, Tensor], scale: float | Tensor, only: Collection[int]
 ) -> None:
     """Add scale · pull to `.grad` of the parameters whose ids are in `only`."""
-    for name, gradient in pull.items():
-        parameter = params[name]
-        if id(parameter) in only:
-            grad = _gradient(parameter)
-            if not isinstance(scale, Tensor) and grad.dtype == gradient.dtype and grad.device == gradient.device:
-                grad.add_(gradient, alpha=scale)
-                continue
-            factor = scale.to(gradient.device) if isinstance(scale, Tensor) else scale
-            grad += (factor * gradient).to(device=parameter.device, dtype=parameter.dtype)
+    names = [name for name in pull if id(params[name]) in only]
+    grads, pulls = [_gradient(params[name]) for name in names], [pull[name] for name in names]
+    if not isinstance(scale, Tensor) and _alike([*grads, *pulls]):
+        torch._foreach_add_(grads, pulls, alpha=scale)
+        return
+    for grad, gradient in zip(grads, pulls, strict=True):
+        factor = scale.to(gradient.device) if isinstance(scale, Tensor) else scale
+        grad += (factor * gradient).to(device=grad.device, dtype=grad.dtype)
+
+
+def _alike(tensors: Sequence[Tensor]) -> bool:
+    """Whether tensors can go through one call: plain ones of one device, in float32 or float64."""
+    kinds = {(type(tensor.data), tensor.device, tensor.dtype) for tensor in tensors}
+    return len(kinds) == 1 and next(iter(kinds))[0] is Tensor and tensors[0].dtype in (torch.float32, torch.float64)

@@ -20,6 +20,8 @@ from ..kernels import add_squared_products_
 from .autocorrelation import Patches
 
 CACHED = 4 << 20
+# Entries below which a product is made apart from the total it is added to.
+_SMALL = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -260,8 +262,10 @@ def _joined(every: Sequence[Products]) -> Products:
 
 def add_outer_(total: Tensor, left: Tensor, right: Tensor) -> None:
     """Add Σₙ leftₙ rightₙᵀ for sides of one position: (batch, groups, 1, rows) and (…, columns)."""
-    if left.shape[1] == 1 and total.ndim == 2:
+    if left.shape[1] == 1 and total.ndim == 2 and total.numel() > _SMALL:
         total.addmm_(left.flatten(1).T, right.flatten(1))
+    elif left.shape[1] == 1 and total.ndim == 2:  # apart: in place, a small product is rounded to the total row by row
+        total += left.flatten(1).T @ right.flatten(1)
     else:
         total += torch.einsum("ngtr,ngtc->grc", left, right).reshape(total.shape)
 

@@ -7,16 +7,23 @@ from torch import Tensor
 
 # On a CPU a wide Gram matrix is made in strips of so many rows or an eighth, what lies below the diagonal left out.
 _STRIP = 128
+# Whether a product of half-precision factors can be written in float32.
+_WIDENS = "out_dtype" in (torch.mm.__doc__ or "")
 
 
 def add_gram_(total: Tensor, rows: Tensor) -> None:
     """Add XᵀX to total, (size, size), for rows X of (n, size). Below the diagonal it may stay as it was."""
-    if rows.is_cuda and rows.dtype in (torch.bfloat16, torch.float16) and total.dtype == torch.float32:
+    if _WIDENS and rows.is_cuda and rows.dtype in (torch.bfloat16, torch.float16) and total.dtype == torch.float32:
         total += torch.mm(rows.T, rows, out_dtype=torch.float32)
         return
     rows = rows.to(total.dtype)
     size = len(total)
-    if rows.is_cuda or size < 2 * _STRIP:
+    if size < 2 * _STRIP:
+        # Made apart, then added: a small product in place adds row after row to a total that is large by then, and
+        # rounds each of them to it.
+        total += rows.T @ rows
+        return
+    if rows.is_cuda:
         total.addmm_(rows.T, rows)
         return
     strip = max(_STRIP, size // 8)

@@ -173,7 +173,9 @@ class Precision(abc.ABC):
 
 def inner(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> Tensor:
     """Σ aᵢbᵢ over the names of b."""
-    return sum(((a[name] * b[name]).sum() for name in b), start=torch.zeros(()))
+    parts = [(a[name] * b[name]).sum() for name in b]
+    alike = len({(part.device, part.dtype) for part in parts}) == 1
+    return torch.stack(parts).sum() if alike else sum(parts, start=torch.zeros(()))
 
 
 def added(*parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
