@@ -209,6 +209,7 @@ METHODS: dict[str, Step | None] = {
     **{
         f"low rank, {rank}": held(functools.partial(_lowrank, rank=rank)) for rank in (8, 32, 128)
     },
+    "low rank, 32, of 32 sums a batch": held(functools.partial(_lowrank, rank=32, rows=32)),
     "Kronecker, exact sum": held(holdfast.kronecker_fisher, exact=True),
     "Kronecker, merged": held(holdfast.kronecker_fisher),
     "Kronecker, nearest": nearest,
@@ -341,10 +342,10 @@ def _described(options: argparse.Namespace, results: list[dict[str, Any]]) -> di
 def table(results: list[dict[str, Any]]) -> str:
     """Mean and standard deviation over seeds, at strength 1 and at the best strength."""
     lines = [
-        "| Λ | strength 1 | best strength | (which) | kept, MB | Fisher, s a task |", "|---|---|---|---|---|---|",
+        "| Λ | strength 1 | best strength | which | kept, MB | Fisher, s a task |", "|---|---|---|---|---|---|",
     ]  # fmt: skip
     final = [one for one in results if "accuracy" in one and not one["validating"]]
-    for method in dict.fromkeys(one["method"] for one in final):
+    for method in (method for method in METHODS if any(one["method"] == method for one in final)):
         mine = [one for one in final if one["method"] == method]
         chosen = best(results, method) if is_held(method) else 0.0
         cells = [method]
@@ -355,6 +356,18 @@ def table(results: list[dict[str, Any]]) -> str:
         seconds = mine[0]["fisher_seconds"] / max(1, mine[0]["tasks"] - 1)
         held_cells = [f"{chosen:g}", f"{kept:.2f}", f"{seconds:.1f}"] if is_held(method) else ["", "", ""]
         lines.append("| " + " | ".join([*cells, *held_cells]) + " |")
+    return "\n".join(lines)
+
+
+def sweep_table(results: list[dict[str, Any]]) -> str:
+    """Accuracy on validation data over the first tasks of one sequence, for each strength tried."""
+    tried = [one for one in results if "accuracy" in one and one["validating"]]
+    strengths = sorted({one["strength"] for one in tried})
+    lines = ["| Λ | " + " | ".join(f"{each:g}" for each in strengths) + " |", "|---|" + "---|" * len(strengths)]
+    for method in METHODS:
+        mine = {one["strength"]: one["accuracy"] for one in tried if one["method"] == method}
+        cells = [f"{mine[each]:.2f}" if each in mine else "" for each in strengths]
+        lines += [f"| {method} | {' | '.join(cells)} |"] if mine else []
     return "\n".join(lines)
 
 
@@ -378,7 +391,8 @@ def steps_table(results: list[dict[str, Any]]) -> str:
 def _spread(values: list[float], digits: int = 2) -> str:
     found = torch.tensor(values)
     spread = f" ± {found.std():.{digits}f}" if len(values) > 1 else ""
-    return f"{found.mean():.{digits}f}{spread}"
+    fewer = f" ({len(values)} seeds)" if len(values) == 2 and digits == 2 else " (1 seed)" if len(values) == 1 else ""
+    return f"{found.mean():.{digits}f}{spread}{fewer}"
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 python benchmarks/tables.py            # those of docs/curvature.md
 python benchmarks/tables.py head       # that of docs/head.md
+python benchmarks/tables.py structures # those of docs/structures.md
 """
 
 from __future__ import annotations
@@ -78,9 +79,42 @@ def head(name: str) -> list[str]:
     return lines
 
 
+def structures() -> list[str]:
+    from positions import table as positions_table
+    from structures import steps_table, sweep_table, table
+
+    found, steps, positions = (
+        json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+        for name in ("structures-h200", "steps-cpu", "positions-cpu")
+    )
+    lines = [f"{found['protocol']}; {found['device']}, torch {found['torch']}, {found['date']}:", ""]
+    lines += [table(found["runs"]), "", "On validation data, five tasks, by strength:", "", sweep_table(found["runs"])]
+    first = steps["runs"][0]
+    where = f"{steps['device']}, {first['tasks']} tasks of {first['epochs']} epochs, {steps['date']}"
+    lines += ["", f"Steps under a Kronecker hold of strength 1 ({where}):", "", steps_table(steps["runs"])]
+    lines += ["", f"δᵀ(G ⊗ A)δ / δᵀFδ over positions ({positions['date']}):", "", positions_table(positions["runs"])]
+    return [*lines, "", *kronecker_pull("kronecker-pull-h200"), *kronecker_pull("kronecker-pull-cpu")[2:]]
+
+
+def kronecker_pull(name: str) -> list[str]:
+    found = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+    lines = [
+        "| the pull, of a training step | first task | last task | kept, MB, first and last |",
+        "|---|---|---|---|",
+    ]
+    for run in found["runs"]:
+        (_, *pulls), (first, last) = run["ratio_to_step"].values(), run["precision_bytes"].values()
+        tasks = list(run["precision_bytes"])
+        title = f"{run['model']}, {run['parameters'] / 1e6:.2f} M, batch {run['batch']}, {found['device']}"
+        cells = [f"{pulls[0]:.2f}", f"{pulls[1]:.2f} (task {tasks[-1]})", f"{first / 1e6:.1f}, {last / 1e6:.1f}"]
+        lines.append(f"| {title} | {' | '.join(cells)} |")
+    return lines
+
+
 PAGES = {
     "curvature": lambda: [*curvature("curvature-cpu"), "", *curvature("curvature-h200"), "", *pull("pull-h200")],
     "head": lambda: head("head-cpu"),
+    "structures": structures,
 }
 
 if __name__ == "__main__":

@@ -12,9 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import ArgumentError
-from .base import Precision, in_full_precision, require_dense
+from .base import DENSE_LIMIT, Precision, in_full_precision, require_dense
 from .dense import Dense
 from .factors import diagonal, eigen, embedded, full, inner, require_factor, sandwiched, summed
+from .iterative import conjugate_gradients
 from .layers import Layer
 from .rotated import Basis, Rotated, stacked
 from .source import Source, joined, parted, thinned
@@ -88,7 +89,16 @@ class Kronecker(Precision):
         }
 
     def solve(self, vector: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {name: value for block in self._apart() for name, value in block.solve(vector).items()}
+        found: dict[str, Tensor] = {}
+        for layer, terms in self.layers.items():
+            block, size = Kronecker({layer: terms}), sum(shape.numel() for shape in layer.shapes.values())
+            if len(terms) == 1:
+                found |= block.rotated().solve(vector)
+            elif size <= DENSE_LIMIT:
+                found |= Dense(layer.shapes, block.dense()).solve(vector)
+            else:
+                found |= conjugate_gradients(block.matvec, vector, list(layer.shapes))
+        return found
 
     def diagonal(self) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .base import Precision, added
+from .base import DENSE_LIMIT, Precision, added
 from .dense import Dense, embedded
 from .diagonal import SignedDiagonal
+from .iterative import conjugate_gradients
 from .kinds import described, made
 from .kronecker import Kronecker, require_dense_terms
 from .rotated import with_shift
@@ -57,7 +58,15 @@ class Sum(Precision):
         return added(*(term.matvec(delta) for term in self.terms))
 
     def solve(self, vector: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {name: value for block in self._apart() for name, value in block.solve(vector).items()}
+        found: dict[str, Tensor] = {}
+        for members in self._groups():
+            names = list(dict.fromkeys(name for member in members for name in member.shapes))
+            block = members[0] if len(members) == 1 else _closed(members)
+            if block is None and sum(vector[name].numel() for name in names) > DENSE_LIMIT:
+                found |= conjugate_gradients(Sum(tuple(members)).matvec, vector, names)
+            else:
+                found |= (block or _densified(members)).solve(vector)
+        return found
 
     def diagonal(self) -> dict[str, Tensor]:
         return added(*(term.diagonal() for term in self.terms))
@@ -98,6 +107,12 @@ class Sum(Precision):
                 return None
         return Sum(tuple(rest), parted(self.sources, part.sources))
 
+    def __repr__(self) -> str:
+        kinds = " + ".join(type(term).__name__ for term in self.terms)
+        entries = sum(shape.numel() for shape in self.shapes.values())
+        data = f"{self.num_data:g} {self.unit}s" if self.unit else "no data"
+        return f"Sum({kinds}: {entries:,} entries of {len(self.shapes)} parameters, {data})"
+
     def merged(self) -> Sum:
         return Sum(tuple(term.merged() for term in self.terms), self.sources)
 
@@ -121,6 +136,12 @@ class Sum(Precision):
 
     def _apart(self) -> list[Precision]:
         """The same sum over separate parameters: blocks of the terms, those that overlap as one dense block."""
+        return [
+            members[0] if len(members) == 1 else _closed(members) or _densified(members) for members in self._groups()
+        ]
+
+    def _groups(self) -> list[list[Precision]]:
+        """The terms' blocks, those that overlap together."""
         groups: list[tuple[set[str], list[Precision]]] = []
         for block in (block for term in self.terms for block in term.blocks()):
             names, members = set(block.shapes), [block]
@@ -128,7 +149,7 @@ class Sum(Precision):
                 groups.remove(group)
                 names, members = names | group[0], group[1] + members
             groups.append((names, members))
-        return [members[0] if len(members) == 1 else _closed(members) or _densified(members) for _, members in groups]
+        return [members for _, members in groups]
 
 
 def _closed(members: list[Precision]) -> Precision | None:
@@ -137,10 +158,7 @@ def _closed(members: list[Precision]) -> Precision | None:
     def rotated(member: Precision) -> Precision:
         if not isinstance(member, Kronecker):
             return member
-        several = {layer: len(terms) for layer, terms in member.layers.items() if len(terms) > 1}
-        for layer, count in several.items():
-            require_dense_terms(layer, count)
-        return member if several else member.rotated()
+        return member if any(len(terms) > 1 for terms in member.layers.values()) else member.rotated()
 
     return with_shift([rotated(member) for member in members])
 
@@ -154,6 +172,9 @@ def settled(precision: Precision) -> Precision:
 
 
 def _densified(terms: list[Precision]) -> Dense:
+    for layer, parts in ((k, v) for term in terms if isinstance(term, Kronecker) for k, v in term.layers.items()):
+        if len(parts) > 1:
+            require_dense_terms(layer, len(parts))
     layout = {name: shape for term in terms for name, shape in term.shapes.items()}
     matrix: Tensor = sum(embedded(term, layout) for term in terms)  # type: ignore[assignment]
     return Dense(layout, matrix, joined(*((term.shapes, term.sources) for term in terms)))
