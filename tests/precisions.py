@@ -3,8 +3,8 @@
 import torch
 
 from holdfast import Dense, Diagonal, Kronecker, LowRank, Precision, Source
-from holdfast.precision.kronecker import Term
 from holdfast.precision.layers import Layer
+from holdfast.precision.terms import Term
 
 SHAPES = {"w": torch.Size([3, 2]), "b": torch.Size([3]), "s": torch.Size([])}
 

@@ -19,8 +19,8 @@ from torch import nn
 import holdfast
 from holdfast import Dense, Diagonal, Kronecker, LowRank, Memory, Posterior, Source
 from holdfast.errors import ArgumentError, HoldfastError, MemoryFileError
-from holdfast.precision.kronecker import Term
 from holdfast.precision.layers import Layer
+from holdfast.precision.terms import Term
 from holdfast.storage import FORMAT
 
 SOURCES = (

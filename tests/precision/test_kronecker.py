@@ -9,8 +9,8 @@ from torch import nn
 import holdfast
 from cases import relu_mlp
 from holdfast import ArgumentError, Diagonal, Kronecker, MismatchError, SingularError, Source
-from holdfast.precision.kronecker import Term
 from holdfast.precision.layers import Layer
+from holdfast.precision.terms import Term
 from oracles import flat
 
 # (weight's shape, groups, rows, turned), each with and without a bias

@@ -5,7 +5,7 @@ from .batch_sums import Estimate, batch_sum_fisher
 from .calls import Call
 from .coverage import Coverage, coverage
 from .dense import dense_fisher
-from .fisher import diagonal_fisher
+from .diagonal import diagonal_fisher
 from .forms import Form, Lookup, Products, Rows
 from .hessian import diagonal_hessian, hutchinson_hessian
 from .kronecker import kronecker_fisher

@@ -14,8 +14,8 @@ from ..likelihood import Likelihood
 from ..params import Only, trainable, unwrapped
 from ..precision import Diagonal, Kronecker, Precision, Source
 from ..precision.factors import diagonal
-from ..precision.kronecker import Term
 from ..precision.layers import Layer
+from ..precision.terms import Term
 from ..untouched import untouched
 from .batches import Forward
 from .engine import MEMORY, Engine

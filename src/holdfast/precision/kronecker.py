@@ -14,20 +14,12 @@ from torch import Tensor
 from ..errors import ArgumentError
 from .base import DENSE_LIMIT, Precision, in_full_precision, require_dense
 from .dense import Dense
-from .factors import diagonal, eigen, embedded, full, inner, require_factor, sandwiched, summed
+from .factors import diagonal, eigen, embedded, full, require_factor, sandwiched
 from .iterative import conjugate_gradients
 from .layers import Layer
 from .rotated import Basis, Rotated, stacked
 from .source import Source, joined, parted, thinned
-
-
-@dataclass(frozen=True)
-class Term:
-    """G ⊗ A of one layer: G summed over the data, A its mean. A side too wide for a matrix has its diagonal alone."""
-
-    outputs: Tensor  # G: (groups, outputs, outputs) or (groups, outputs)
-    inputs: Tensor  # A: (groups, inputs, inputs) or (groups, inputs)
-    num_data: float  # what A's mean is over, to weigh it against others
+from .terms import Term, averaged, diagonal_in, nearest_product
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -181,17 +173,17 @@ class Kronecker(Precision):
         Its cross terms Gₛ ⊗ Aₜ are what recent tasks say of the curvature at the inputs of old ones, whose own G is of
         weights long left: it holds better than the exact sum (benchmarks/structures.py).
         """
-        return self._one(_averaged)
+        return self._one(averaged)
 
     def nearest(self) -> Kronecker:
         """One term per layer: the Kronecker product nearest to the sum, in the Frobenius norm."""
-        return self._one(_nearest)
+        return self._one(nearest_product)
 
     def rotated(self) -> Rotated:
         """The sum's own diagonal in the eigenvectors of the merged factors; exact where there is one term."""
         layers = {}
         for layer, terms in self.layers.items():
-            one = terms[0] if len(terms) == 1 else _averaged(terms)
+            one = terms[0] if len(terms) == 1 else averaged(terms)
             (g, outputs), (a, inputs) = (
                 eigen(one.outputs, f"G of `{layer.weight}`"), eigen(one.inputs, f"A of `{layer.weight}`"),
             )  # fmt: skip
@@ -200,7 +192,7 @@ class Kronecker(Precision):
                 layers[layer] = (basis, g.unsqueeze(-1) * a.unsqueeze(-2))
                 continue
             parts = [
-                _turned(term.outputs, outputs).unsqueeze(-1) * _turned(term.inputs, inputs).unsqueeze(-2)
+                diagonal_in(term.outputs, outputs).unsqueeze(-1) * diagonal_in(term.inputs, inputs).unsqueeze(-2)
                 for term in terms
             ]
             layers[layer] = (basis, torch.stack(parts).sum(0))
@@ -245,14 +237,11 @@ class Kronecker(Precision):
     def _apart(self) -> list[Precision]:
         """Each layer in a form that has an inverse: in its eigenvectors, or dense where terms do not share them."""
         found: list[Precision] = []
-        for block in self.blocks():
-            assert isinstance(block, Kronecker)
-            ((layer, terms),) = block.layers.items()
-            if len(terms) == 1:
-                found.append(block.rotated())
-                continue
-            require_dense_terms(layer, len(terms))
-            found.append(Dense(layer.shapes, block.dense(), self.sources))
+        for layer, terms in self.layers.items():
+            block = Kronecker({layer: terms}, self.sources)
+            if len(terms) > 1:
+                require_dense_terms(layer, len(terms))
+            found.append(block.rotated() if len(terms) == 1 else Dense(layer.shapes, block.dense(), self.sources))
         return found
 
 
@@ -266,45 +255,6 @@ def require_dense_terms(layer: Layer, terms: int) -> None:
             f"`{layer.weight}` has {terms} Kronecker terms, whose sum has no closed inverse, and is too large for a "
             f"dense one ({size:,} entries). Make one term of them: .merged()."
         ) from error
-
-
-def _averaged(terms: tuple[Term, ...]) -> Term:
-    count = sum(term.num_data for term in terms)
-    weights = [term.num_data / count if count else 1 / len(terms) for term in terms]
-    inputs = summed([weight * term.inputs for weight, term in zip(weights, terms, strict=True)])
-    return Term(summed([term.outputs for term in terms]), inputs, count)
-
-
-def _nearest(terms: tuple[Term, ...]) -> Term:
-    """The leading singular pair of Σₜ vec(Gₜ) vec(Aₜ)ᵀ, found among the terms' own factors."""
-    count = sum(term.num_data for term in terms)
-    outputs, inputs = ([getattr(term, side).double() for term in terms] for side in ("outputs", "inputs"))
-    # G = Σ xₜGₜ and A = Σ yₜAₜ; with Grams K and L: x ∝ L y, y ∝ K x, a power iteration in as many numbers as terms.
-    grams = [torch.stack([torch.stack([inner(a, b) for b in side]) for a in side]) for side in (outputs, inputs)]
-    x = torch.ones(len(terms), outputs[0].shape[0], dtype=torch.float64, device=outputs[0].device)  # (terms, groups)
-    for _ in range(200):
-        y = torch.einsum("stg,tg->sg", grams[0], x)
-        y = y / torch.einsum("sg,stg,tg->g", y, grams[1], y).clamp(min=1e-300).sqrt()
-        x = torch.einsum("stg,tg->sg", grams[1], y)
-    g, a = (
-        summed([w.view(-1, *[1] * (f.ndim - 1)) * f for w, f in zip(weights, side, strict=True)])
-        for weights, side in ((x, outputs), (y, inputs))
-    )
-    # The same scale as elsewhere: A has the trace of a mean.
-    mean = _averaged(terms).inputs
-    share = diagonal(mean).double().sum(1) / diagonal(a).sum(1).clamp(min=1e-300)
-    g, a = (f * w.view(-1, *[1] * (f.ndim - 1)) for f, w in ((g, 1 / share.clamp(min=1e-300)), (a, share)))
-    return Term(g.to(terms[0].outputs), a.to(terms[0].inputs), count)
-
-
-def _turned(factor: Tensor, vectors: Tensor | None) -> Tensor:
-    """The diagonal of a factor in a basis: (groups, size), in float64."""
-    factor = factor.double()
-    if vectors is None:
-        return diagonal(factor)
-    if factor.ndim == 2:
-        return torch.einsum("gs,gsk->gk", factor, vectors.square())
-    return ((factor @ vectors) * vectors).sum(-2).clamp(min=0)
 
 
 def _same(a: Term, b: Term) -> bool:
