@@ -346,3 +346,24 @@ class TestRotate:
                 steps(optimizer, model, x, y, count=2)
             ends.append(weights(model))
         torch.testing.assert_close(*ends, rtol=0, atol=1e-12)
+
+
+def test_parameter_groups_that_differ_within_a_layer_are_refused():
+    model, posterior, x, y = start()
+    groups = [
+        {"params": [p for p in model.parameters() if p.ndim > 1]},
+        {"params": [p for p in model.parameters() if p.ndim == 1], "lr": 0.0},
+    ]
+    optimizer = torch.optim.SGD(groups, **SGD)
+    with (
+        pytest.raises(holdfast.ArgumentError, match="parameter groups with another lr"),
+        holdfast.hold(optimizer, model, posterior, num_data=N, rotate=True),
+    ):
+        steps(optimizer, model, x, y)
+
+
+def test_a_flat_prior_has_nothing_to_turn_to():
+    model, _, x, y = start()
+    optimizer = torch.optim.SGD(model.parameters(), **SGD)
+    with holdfast.hold(optimizer, model, holdfast.prior(model), num_data=N, rotate=True):
+        steps(optimizer, model, x, y)

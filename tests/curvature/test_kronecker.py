@@ -388,7 +388,8 @@ def test_heads_that_take_turns_are_all_layers():
 def test_sides_that_are_too_wide_are_their_diagonals(widest):
     case, batches = CASES["mlp"], CASES["mlp"].batches((5, 2))
     whole = parts(holdfast.kronecker_fisher(case.model(), batches, case.likelihood))[0]
-    narrow = parts(holdfast.kronecker_fisher(case.model(), batches, case.likelihood, widest=widest))[0]
+    with pytest.warns(holdfast.HoldfastWarning, match=r"too wide for a matrix.*`0.weight` \(6 outputs\)"):
+        narrow = parts(holdfast.kronecker_fisher(case.model(), batches, case.likelihood, widest=widest))[0]
     for name, (layer, term) in narrow.items():
         sizes = layer.outputs, layer.inputs - 1
         for found, full, size in zip(
@@ -514,3 +515,49 @@ def test_a_part_of_a_model():
     assert bare[0]["2.weight"][0].bias is None
     close(bare[0]["2.weight"][1].inputs, whole["2.weight"][1].inputs[:, :-1, :-1])
     assert set(bare[1]) == {"4.bias"}
+
+
+def test_padding_is_no_input():
+    """Positions with ignored labels have no gradient; counted in A's mean, they would weaken the hold."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(7, 6, padding_idx=0), nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 7)).double()
+    x, y = torch.randint(1, 7, (8, 4)), torch.randint(0, 7, (8, 4))
+    found = []
+    for pad in (0, 4, 12):
+        batches = [(F.pad(x, (0, pad)), F.pad(y, (0, pad), value=-100))]
+        fisher = holdfast.kronecker_fisher(model, batches, holdfast.tokens(shift=False), targets="observed")
+        found.append(fisher.diagonal())
+    for padded in found[1:]:
+        for name, entries in found[0].items():
+            close(padded[name], entries)
+
+
+class Ways(nn.Module):
+    """One weight and one bias, used in the ways that the first input says."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.head = nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x):
+        way = int(x[0, 0])
+        if way == 0:
+            return self.head(torch.tanh(self.layer(x)))
+        if way == 1:
+            return self.head(torch.tanh(x @ self.layer.weight.T))
+        if way == 2:
+            return self.head(torch.tanh(self.layer(x) + torch.tanh(x + self.layer.bias)))
+        return self.head(torch.tanh(F.linear(x, self.layer.weight.T, self.layer.bias)))
+
+
+@pytest.mark.parametrize("way", [1, 2, 3])
+def test_a_layer_that_a_later_batch_uses_in_another_way_is_refused(way):
+    torch.manual_seed(0)
+    model = Ways().double()
+    batches = []
+    for each in (0, way):
+        x = torch.randn(5, 4).double()
+        x[:, 0] = each
+        batches.append((x, torch.randint(0, 3, (5,))))
+    with pytest.raises(holdfast.DataError, match=r"`layer.weight` is a layer with `layer.bias`.*diagonal_fisher"):
+        holdfast.kronecker_fisher(model, batches, holdfast.categorical)

@@ -530,3 +530,55 @@ def aligned_posterior(posterior):
     matrix = aligned(posterior.precision, list(posterior.mean))
     layout = {name: value.shape for name, value in posterior.mean.items()}
     return holdfast.Posterior(posterior.mean, holdfast.Dense(layout, matrix))
+
+
+def test_small_eigenvalues_count_under_a_prior():
+    """In float32 a factor's small eigenvalues are far below eps · size of the largest, and still above a prior."""
+    torch.manual_seed(0)
+    rows = torch.randn(400, 200) * torch.logspace(0, -3, 200)
+    layer = Layer("w", None, torch.Size([3, 200]), 1, 3, False)
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        inputs = (rows.to(dtype).T @ rows.to(dtype)).unsqueeze(0)
+        kronecker = Kronecker({layer: (Term(torch.eye(3, dtype=dtype).unsqueeze(0), inputs, 1.0),)})
+        prior = Diagonal({"w": torch.full((3, 200), 1e-6, dtype=dtype)})
+        found.append(kronecker + prior)
+    torch.testing.assert_close(found[0].logdet().double(), found[1].logdet(), rtol=0, atol=1.0)
+    sample = found[0].sample(torch.Generator().manual_seed(0))
+    assert sample["w"].dtype == torch.float32
+    torch.testing.assert_close(
+        found[0].to(dtype=torch.float64).logdet(), found[0].logdet().double(), rtol=1e-6, atol=1e-3
+    )
+
+
+def test_rotated_sums_are_merged_in_the_memory_of_one():
+    torch.manual_seed(0)
+    layer = Layer("w", None, torch.Size([3, 4]), 1, 3, False)
+
+    def one(seed):
+        generator = torch.Generator().manual_seed(seed)
+        g, a = (torch.randn(1, n, n + 1, generator=generator, dtype=torch.float64) for n in (3, 4))
+        source = (Source(f"task {seed}", 5.0, "example", "categorical", "expected"),)
+        return Kronecker({layer: (Term(g @ g.mT, a @ a.mT, 5.0),)}, source).rotated()
+
+    both = (one(1) + one(2)).merged()
+    assert sum(t.numel() for t in both.tensors.values()) == sum(t.numel() for t in one(1).tensors.values())
+    assert both.num_data == 10
+    basis = one(2).layers[layer][0]
+    vectors = torch.kron(basis.outputs[0], basis.inputs[0])
+    exact = (vectors.T @ (one(1).dense() + one(2).dense()) @ vectors).diagonal()
+    torch.testing.assert_close((vectors.T @ both.dense() @ vectors).diagonal(), exact)
+
+
+def test_taking_all_of_a_term_out_leaves_the_rest():
+    layer, kronecker = large()
+    prior = number(layer, 0.3)
+    rest = (prior + kronecker) - kronecker
+    assert {type(term).__name__ for term in rest.terms} == {"Diagonal"}
+
+
+def test_two_structures_without_a_closed_form_are_named():
+    layer, kronecker = large()
+    uneven = Diagonal({name: torch.rand(shape).double() for name, shape in layer.shapes.items()})
+    with pytest.raises(ArgumentError, match=r"Kronecker and Diagonal over `w` have no closed form.*diagonal\(\)"):
+        (kronecker + uneven).logdet()

@@ -66,6 +66,7 @@ class Factors:
         self._served: dict[Site, str] = {}  # weights' sites
         self._left: Plan = Plan({}, {}, ())
         self._heard: set[Site] = set()
+        self._seen: dict[str, set[tuple[int, bool | None]]] = {}  # how each layer's weight is used
 
     @property
     def sums(self) -> dict[str, Tensor]:
@@ -81,7 +82,8 @@ class Factors:
     def serves(self, site: Site) -> bool:
         return site in self._served or self._squares.serves(site)
 
-    def begin(self, plan: Plan, graph: Graph, examples: int, columns: int) -> None:
+    def begin(self, plan: Plan, graph: Graph, examples: int, columns: int, padded: bool = False) -> None:
+        self._padded = padded
         if plan is not self._plan:
             self._sort(plan, graph)
             self._plan = plan
@@ -133,6 +135,8 @@ class Factors:
                 f"{plan.general.get(lost[0], 'it is used differently')}. Give batches that the model treats alike, or "
                 "use diagonal_fisher."
             )
+        for name in self._layer_of:
+            self._require_alike(name, plan)
         self._served = {site: name for name in self._layer_of for site in plan.sites.get(name, ())}
         folded = {*self._layer_of, *self._biases.values()}
         self._left = (
@@ -140,6 +144,23 @@ class Factors:
             if self.exact_trace
             else replace(plan, sites={name: sites for name, sites in plan.sites.items() if name not in folded})
         )
+
+    def _require_alike(self, name: str, plan: Plan) -> None:
+        """Raise where a batch uses a layer in another way than the batch that made it one."""
+        sites, bias = plan.sites.get(name, ()), self._biases.get(name)
+        weights = [other for other, each in self._biases.items() if each == bias]
+        places = {site.place for weight in weights for site in plan.sites.get(weight, ())}
+        apart = bias is not None and {site.place for site in plan.sites.get(bias, ())} != places
+        every = [site for each in plan.sites.values() for site in each]
+        another = bool(sites) and bool(_unfit(sites, every, self._named[name]))
+        ways = {(site.slot, _turned(site, self._named[name])) for site in sites}
+        turned = bool(ways) and self._seen.setdefault(name, ways) != ways
+        if apart or another or turned:
+            raise DataError(
+                f"`{name}` is a layer{f' with `{bias}`' if bias else ''} in one batch, and used in another way in a "
+                "later one, so that its factors would be of two things. Give batches that the model treats alike, "
+                "leave it out with `only=`, or use diagonal_fisher."
+            )
 
     def _add(self, name: str, site: Site, form: Form) -> None:
         parts = form.whole() if isinstance(form, Shifted) else form
@@ -154,11 +175,13 @@ class Factors:
         new = site not in self._heard  # the columns of an exact Fisher share their inputs
         self._heard.add(site)
         left, right = (sums.inputs, sums.outputs) if parts.inputs_left else (sums.outputs, sums.inputs)
+        mask = _counted(parts) if new and self._padded and parts.positions > 1 and parts is form else None
         if new:
-            sums.places += parts.examples * parts.positions
+            sums.places += parts.examples * parts.positions if mask is None else int(mask.sum())
         if new or not parts.inputs_left:
             ones = sums.ones if parts.inputs_left else None
-            _add_(left, parts.left(0, parts.examples), ones)
+            rows = parts.left(0, parts.examples)
+            _add_(left, rows if mask is None or not parts.inputs_left else rows * mask, ones)
         if new or parts.inputs_left:
             ones = None if parts.inputs_left else sums.ones
             step = self._limit.examples(max(1, parts.share), f"what the kernel of `{name}` saw")
@@ -171,7 +194,9 @@ class Factors:
             if parts.share and right.device.type == "cpu":
                 step = max(1, min(step, CACHED // parts.share))
             for start in range(0, parts.examples, step):
-                _add_(right, parts.right(start, min(start + step, parts.examples)), ones)
+                stop = min(start + step, parts.examples)
+                rows = parts.right(start, stop)
+                _add_(right, rows if mask is None or parts.inputs_left else rows * mask[start:stop], ones)
 
     def _made(self, name: str, site: Site, parts: Products) -> Layer:
         parameter = self._named[name]
@@ -202,6 +227,12 @@ def _add_(total: Tensor, sides: Tensor, ones: Tensor | None = None) -> None:
                 add(total[group], each)
         else:
             add(total[group], rows.reshape(-1, rows.shape[-1]))
+
+
+def _counted(parts: Products) -> Tensor:
+    """Which positions have a gradient at all: padding has none, and is no input. (examples, 1, positions, 1)."""
+    grads = (parts.right if parts.inputs_left else parts.left)(0, parts.examples)
+    return (grads != 0).any(-1, keepdim=True).any(1, keepdim=True)
 
 
 def _unfit(sites: tuple[Site, ...], every: list[Site], parameter: Tensor) -> str:

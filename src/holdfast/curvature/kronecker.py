@@ -74,6 +74,7 @@ def _assembled(factors: Factors, named: Mapping[str, Tensor], source: Source) ->
             trace = (diagonal(outputs).sum(1) * diagonal(inputs).sum(1)).sum()
             outputs = outputs * torch.where(trace > 0, exact / trace, 1)
         layers[layer] = (Term(outputs, inputs, source.size),)
+    _say_wide(layers)
     folded = {name for layer in layers for name in layer.shapes}
     entries = {name: factors.total[name] for name in named if name not in folded}
     if not layers:
@@ -90,3 +91,21 @@ def _assembled(factors: Factors, named: Mapping[str, Tensor], source: Source) ->
 def _reasons(why: Mapping[str, str]) -> str:
     first = [f"`{name}`: {reason}" for name, reason in list(why.items())[:3]]
     return "; ".join(first) + "."
+
+
+def _say_wide(layers: Mapping[Layer, tuple[Term, ...]]) -> None:
+    wide = [
+        f"`{layer.weight}` ({size:,} {side})"
+        for layer, terms in layers.items()
+        for side, factor, size in (
+            ("outputs", terms[0].outputs, layer.outputs), ("inputs", terms[0].inputs, layer.inputs),
+        )
+        if factor.ndim == 2
+    ]  # fmt: skip
+    if wide:
+        warnings.warn(
+            f"too wide for a matrix, and so kept as its diagonal on that side: {', '.join(wide)}. A larger `widest` "
+            "keeps it whole, at the square of its width in memory.",
+            HoldfastWarning,
+            stacklevel=4,
+        )

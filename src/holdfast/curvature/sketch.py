@@ -15,6 +15,7 @@ from .plan import Plan, Site
 from .sums import Runs, add_sums_
 
 _COLUMNS = 4096  # turned at once
+_CHEAP = 1 << 27  # rank × entries × rows that are cut in some tens of milliseconds
 
 
 class Sketch:
@@ -124,7 +125,9 @@ class Sketch:
         """
         products = max(self._products, size * self._entries)
         slow = 8 if next(iter(self._rows.values())).is_cuda else 1
-        return max(1, min(self._rank, products // (8 * slow * self._rank * self._entries)))
+        third = products // (8 * slow * self._rank * self._entries)
+        # A small model's rows cost next to nothing, whatever its pass costs.
+        return max(1, min(self._rank, max(third, _CHEAP // (self._rank * self._entries))))
 
     def _cut(self) -> None:
         """Keep the longest principal directions of the rows, and make room."""

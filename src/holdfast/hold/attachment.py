@@ -81,7 +81,9 @@ def hold(
         if any(isinstance(each, torch.optim.LBFGS) for each in optimizers):
             raise ArgumentError("LBFGS compares losses within a step, and needs a pull that is up to date: every=1.")
         terms = [Reused(term, every) if isinstance(term, Quadratic) else term for term in terms]
-    turn = Rotation([each.precision for each in posteriors], optimizers, model.parameters()) if rotate else None
+    held = [each.precision for each in posteriors if each.precision.shapes]
+    # A flat prior pulls nowhere: there is nothing to turn to.
+    turn = Rotation(held, optimizers, model.parameters()) if rotate and held else None
     handle = Handle(optimizers, model, terms, count, strength, turn)
     handle._attach()
     return handle

@@ -47,6 +47,7 @@ class Rotation:
             )
         if any(isinstance(each, torch.optim.LBFGS) for each in optimizers):
             raise ArgumentError("LBFGS moves within a step, by gradients as they are: leave rotate=True out.")
+        self._optimizers = optimizers
         self._before: dict[Layer, dict[str, tuple[Tensor, Tensor | None]]] = {}
 
     def _add(self, rotated: Rotated) -> None:
@@ -76,11 +77,28 @@ class Rotation:
                     f"rotate=True needs the gradients of a whole layer in one optimizer, and {some(absent)} has none "
                     "there. Train it too, or leave rotate out."
                 )
+            self._require_one_way(params)
             grads = {name: parameter.grad.to(parameter.dtype) for name, parameter in params.items()}  # type: ignore[union-attr]
             self._before[layer] = {name: (p.detach().clone(), p.grad) for name, p in params.items()}
             turned = layer.tensors(_wide(layer.matrix(grads), basis.into))
             for name, parameter in params.items():
                 parameter.grad = turned[name].to(parameter).contiguous()
+
+    def _require_one_way(self, params: Mapping[str, nn.Parameter]) -> None:
+        """A layer's parameters are turned into each other, so one group's options cannot be for some of them."""
+        ids = {id(parameter) for parameter in params.values()}
+        groups = [
+            {key: value for key, value in group.items() if key != "params"}
+            for optimizer in self._optimizers
+            for group in optimizer.param_groups
+            if any(id(parameter) in ids for parameter in group["params"])
+        ]
+        other = [key for group in groups for key in group if group[key] != groups[0].get(key)]
+        if other:
+            raise ArgumentError(
+                f"rotate=True turns {some(list(params))} into each other, and they are in parameter groups with "
+                f"another {other[0]}. Put a layer's parameters into one group, or leave rotate out."
+            )
 
     @torch.no_grad()
     def after(self, held: Mapping[str, nn.Parameter]) -> None:

@@ -137,7 +137,9 @@ class Dense(Precision):
         return self.matrix.to(torch.promote_types(self.matrix.dtype, torch.float32))
 
     def _require_no_negative(self, values: Tensor) -> None:
-        below = int((values < -100 * self._cutoff(values)).sum())
+        # A sum in float32 is rounded as such, whatever it was cast to since.
+        eps = max(torch.finfo(values.dtype).eps, torch.finfo(torch.float32).eps)
+        below = int((values < -100 * len(values) * eps * float(values.abs().max())).sum()) if len(values) else 0
         if below:
             raise ArgumentError(f"this matrix is no precision: it is negative in {below} of {len(values)} directions.")
 

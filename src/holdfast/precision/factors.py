@@ -8,6 +8,9 @@ from torch import Tensor
 from ..errors import ArgumentError
 from .base import require_finite
 
+# What a sum was rounded to, whatever it was cast to since.
+_FLOAT32 = torch.finfo(torch.float32).eps
+
 # A factor is (groups, size, size), or (groups, size) where the side is too wide for a matrix.
 
 
@@ -69,11 +72,16 @@ def embedded(factor: Tensor, places: Tensor, size: int) -> Tensor:
     return larger
 
 
-def eigen(factor: Tensor, what: str) -> tuple[Tensor, Tensor | None]:
-    """Eigenvalues, those that are rounding set to zero, and eigenvectors: none for a diagonal. In float64."""
+def eigen(factor: Tensor, what: str, *, cut: bool) -> tuple[Tensor, Tensor | None]:
+    """Eigenvalues and eigenvectors, which are none for a diagonal, in float64.
+
+    Below rounding it cannot be told whether a direction is free. With `cut` it is, as for an inverse it must be; under
+    a prior the small ones are right to count, and only what is negative is set to zero.
+    """
     values, vectors = torch.linalg.eigh(factor.double()) if factor.ndim == 3 else (factor.double(), None)
-    rounding = values.shape[-1] * torch.finfo(factor.dtype).eps * values.abs().amax(-1, keepdim=True)
-    if bool((values < -100 * rounding).any()):
-        below = int((values < -100 * rounding).sum())
+    largest = values.shape[-1] * values.abs().amax(-1, keepdim=True)
+    rounding = torch.finfo(factor.dtype).eps * largest
+    below = int((values < -100 * max(torch.finfo(factor.dtype).eps, _FLOAT32) * largest).sum())
+    if below:
         raise ArgumentError(f"{what} is no precision's: it is negative in {below} of {values.numel()} directions.")
-    return values.where(values > rounding, 0), vectors
+    return values.where(values > rounding, 0) if cut else values.clamp(min=0), vectors

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -85,7 +86,7 @@ class Kronecker(Precision):
         for layer, terms in self.layers.items():
             block, size = Kronecker({layer: terms}), sum(shape.numel() for shape in layer.shapes.values())
             if len(terms) == 1:
-                found |= block.rotated().solve(vector)
+                found |= block.in_eigenvectors(cut=True).solve(vector)
             elif size <= DENSE_LIMIT:
                 found |= Dense(layer.shapes, block.dense()).solve(vector)
             else:
@@ -107,7 +108,8 @@ class Kronecker(Precision):
         return sum((block.logdet() for block in self._apart()), start=torch.zeros(()))
 
     def sample(self, generator: torch.Generator | None = None) -> dict[str, Tensor]:
-        return {name: value for block in self._apart() for name, value in block.sample(generator).items()}
+        dtype = _dtype(self.tensors)
+        return {name: value.to(dtype) for block in self._apart() for name, value in block.sample(generator).items()}
 
     def expanded(self, shapes: Mapping[str, torch.Size]) -> Kronecker:
         grown = {}
@@ -181,12 +183,15 @@ class Kronecker(Precision):
 
     def rotated(self) -> Rotated:
         """The sum's own diagonal in the eigenvectors of the merged factors; exact where there is one term."""
+        return self.in_eigenvectors(cut=False).to(dtype=_dtype(self.tensors))
+
+    def in_eigenvectors(self, *, cut: bool) -> Rotated:
+        """The same in float64; with `cut`, directions that cannot be told from free ones are free."""
         layers = {}
         for layer, terms in self.layers.items():
             one = terms[0] if len(terms) == 1 else averaged(terms)
-            (g, outputs), (a, inputs) = (
-                eigen(one.outputs, f"G of `{layer.weight}`"), eigen(one.inputs, f"A of `{layer.weight}`"),
-            )  # fmt: skip
+            g, outputs = eigen(one.outputs, f"G of `{layer.weight}`", cut=cut)
+            a, inputs = eigen(one.inputs, f"A of `{layer.weight}`", cut=cut)
             basis = Basis(outputs, inputs)
             if len(terms) == 1:
                 layers[layer] = (basis, g.unsqueeze(-1) * a.unsqueeze(-2))
@@ -241,7 +246,9 @@ class Kronecker(Precision):
             block = Kronecker({layer: terms}, self.sources)
             if len(terms) > 1:
                 require_dense_terms(layer, len(terms))
-            found.append(block.rotated() if len(terms) == 1 else Dense(layer.shapes, block.dense(), self.sources))
+            found.append(
+                block.in_eigenvectors(cut=True) if len(terms) == 1 else Dense(layer.shapes, block.dense(), self.sources)
+            )
         return found
 
 
@@ -255,6 +262,11 @@ def require_dense_terms(layer: Layer, terms: int) -> None:
             f"`{layer.weight}` has {terms} Kronecker terms, whose sum has no closed inverse, and is too large for a "
             f"dense one ({size:,} entries). Make one term of them: .merged()."
         ) from error
+
+
+def _dtype(tensors: Mapping[str, Tensor]) -> torch.dtype:
+    """The widest there is."""
+    return functools.reduce(torch.promote_types, (tensor.dtype for tensor in tensors.values()), torch.float32)
 
 
 def _same(a: Term, b: Term) -> bool:

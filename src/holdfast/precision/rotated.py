@@ -149,6 +149,17 @@ class Rotated(Precision):
                 layers[layer] = (bases[layer], basis.seen_from(bases[layer]).squared().back(entries))
         return Rotated(layers, self.sources)
 
+    def merged_with(self, newer: Rotated) -> Rotated | None:
+        """The sum's diagonal in the newer one's basis, in the memory of one; None if they are of other layers."""
+        if set(self.layers) != set(newer.layers):
+            return None
+        old = self.turned({layer: basis for layer, (basis, _) in newer.layers.items()})
+        layers = {
+            layer: (basis, entries + old.layers[layer][1].to(entries))
+            for layer, (basis, entries) in newer.layers.items()
+        }
+        return Rotated(layers, joined((self.shapes, self.sources), (newer.shapes, newer.sources)))
+
     def shifted(self, layer: Layer, amount: Tensor, sources: tuple[Source, ...]) -> Rotated:
         """Λ + c·I over one layer: the identity is the same in every basis."""
         basis, entries = self.layers[layer]

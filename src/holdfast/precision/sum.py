@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -9,13 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..errors import ArgumentError
 from .base import DENSE_LIMIT, Precision, added
 from .dense import Dense, embedded
 from .diagonal import SignedDiagonal
 from .iterative import conjugate_gradients
 from .kinds import described, made
 from .kronecker import Kronecker, require_dense_terms
-from .rotated import with_shift
+from .rotated import Rotated, with_shift
 from .source import Source, joined, parted, thinned
 
 
@@ -78,7 +80,9 @@ class Sum(Precision):
         return sum((block.logdet() for block in self._apart()), start=torch.zeros(()))
 
     def sample(self, generator: torch.Generator | None = None) -> dict[str, Tensor]:
-        return {name: value for block in self._apart() for name, value in block.sample(generator).items()}
+        kinds = (tensor.dtype for tensor in self.tensors.values())
+        dtype = functools.reduce(torch.promote_types, kinds, torch.float32)
+        return {name: value.to(dtype) for block in self._apart() for name, value in block.sample(generator).items()}
 
     def expanded(self, shapes: Mapping[str, torch.Size]) -> Sum:
         return Sum(tuple(term.expanded(shapes) for term in self.terms), self.sources)
@@ -105,7 +109,7 @@ class Sum(Precision):
                     break
             else:
                 return None
-        return Sum(tuple(rest), parted(self.sources, part.sources))
+        return Sum(tuple(term for term in rest if term.shapes), parted(self.sources, part.sources))
 
     def __repr__(self) -> str:
         kinds = " + ".join(type(term).__name__ for term in self.terms)
@@ -114,7 +118,14 @@ class Sum(Precision):
         return f"Sum({kinds}: {entries:,} entries of {len(self.shapes)} parameters, {data})"
 
     def merged(self) -> Sum:
-        return Sum(tuple(term.merged() for term in self.terms), self.sources)
+        terms: list[Precision] = []
+        for term in (term.merged() for term in self.terms):
+            if terms and isinstance(term, Rotated) and isinstance(terms[-1], Rotated):
+                both = terms[-1].merged_with(term)
+                terms[-1:] = [both] if both is not None else [terms[-1], term]
+            else:
+                terms.append(term)
+        return Sum(tuple(terms), self.sources)
 
     def is_zero(self) -> bool:
         return all(term.is_zero() for term in self.terms)
@@ -158,7 +169,7 @@ def _closed(members: list[Precision]) -> Precision | None:
     def rotated(member: Precision) -> Precision:
         if not isinstance(member, Kronecker):
             return member
-        return member if any(len(terms) > 1 for terms in member.layers.values()) else member.rotated()
+        return member if any(len(terms) > 1 for terms in member.layers.values()) else member.in_eigenvectors(cut=False)
 
     return with_shift([rotated(member) for member in members])
 
@@ -176,5 +187,13 @@ def _densified(terms: list[Precision]) -> Dense:
         if len(parts) > 1:
             require_dense_terms(layer, len(parts))
     layout = {name: shape for term in terms for name, shape in term.shapes.items()}
+    size = sum(shape.numel() for shape in layout.values())
+    if size > DENSE_LIMIT:
+        kinds = " and ".join(dict.fromkeys(type(term).__name__ for term in terms))
+        raise ArgumentError(
+            f"{kinds} over `{next(iter(layout))}` have no closed form together, and its {size:,} entries are too many "
+            "for a dense matrix. Take one structure for both (one Fisher for all tasks), a prior that is one number, "
+            "or their diagonals: holdfast.Diagonal(precision.diagonal(), precision.sources)."
+        )
     matrix: Tensor = sum(embedded(term, layout) for term in terms)  # type: ignore[assignment]
     return Dense(layout, matrix, joined(*((term.shapes, term.sources) for term in terms)))
