@@ -267,8 +267,8 @@ def main() -> None:
                 + (f"   error {error:.1e}" if error is not None else "")
                 + (f"   peak {peak / 2**30:.2f} GiB" if peak else "")
             )
-    if options.out:
-        options.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+        if options.out:  # as far as it has come
+            options.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -93,6 +93,9 @@ def structures() -> list[str]:
     where = f"{steps['device']}, {first['tasks']} tasks of {first['epochs']} epochs, {steps['date']}"
     lines += ["", f"Steps under a Kronecker hold of strength 1 ({where}):", "", steps_table(steps["runs"])]
     lines += ["", f"δᵀ(G ⊗ A)δ / δᵀFδ over positions ({positions['date']}):", "", positions_table(positions["runs"])]
+    for name in ("structures-speed-cpu", "structures-speed-h200"):
+        lines += ["", "What the Fishers cost, of a plain forward and backward pass. " + curvature(name)[0]]
+        lines += curvature(name)[1:]
     return [*lines, "", *kronecker_pull("kronecker-pull-h200"), *kronecker_pull("kronecker-pull-cpu")[2:]]
 
 

@@ -156,7 +156,7 @@ def test_kronecker_factors_of_every_model(name):
         hook.remove()
     flat = [(layer, *call) for layer, calls in seen.items() for call in calls]
     grads = torch.autograd.grad(loss, [out for *_, out in flat])
-    for layer, calls in seen.items():
+    for layer in seen:
         g = sum(grad.square().sum() for (key, *_), grad in zip(flat, grads, strict=True) if key == layer)
         mine = [(x, grad) for (key, x, _), grad in zip(flat, grads, strict=True) if key == layer]
         # Where labels are ignored, positions without a gradient are no inputs.

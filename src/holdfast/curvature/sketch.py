@@ -15,7 +15,7 @@ from .plan import Plan, Site
 from .sums import Runs, add_sums_
 
 _COLUMNS = 4096  # turned at once
-_CHEAP = 1 << 27  # rank × entries × rows that are cut in some tens of milliseconds
+_CHEAP = 1 << 24  # rank × entries × rows that are cut in a few milliseconds
 
 
 class Sketch:
@@ -121,11 +121,11 @@ class Sketch:
         """How many rows of a batch cost a third of a training pass.
 
         The pass takes six operations for each multiplication of a weight, and a cut 8 · rank for each entry of a new
-        row, at half the speed; at a sixteenth on a GPU, whose matrix units wait for its memory there.
+        row, at a third of the speed; at a twentieth on a GPU, whose matrix units wait for its memory there.
         """
         products = max(self._products, size * self._entries)
         slow = 8 if next(iter(self._rows.values())).is_cuda else 1
-        third = products // (8 * slow * self._rank * self._entries)
+        third = products // (12 * slow * self._rank * self._entries)
         # A small model's rows cost next to nothing, whatever its pass costs.
         return max(1, min(self._rank, max(third, _CHEAP // (self._rank * self._entries))))
 
