@@ -37,12 +37,12 @@ class Sums:
         """G, summed, and A, the mean."""
         outputs, inputs = (mirrored(each) if each.ndim == 3 else each for each in (self.outputs, self.inputs))
         if self.ones is None:
-            return outputs, inputs / self.places
+            return outputs, inputs / max(1, self.places)
         size, matrix = inputs.shape[-1], inputs.ndim == 3
         mean = inputs.new_ones(len(inputs), *[size + 1] * (1 + matrix))
-        torch.div(inputs, self.places, out=mean[:, :size, :size] if matrix else mean[:, :size])
+        torch.div(inputs, max(1, self.places), out=mean[:, :size, :size] if matrix else mean[:, :size])
         if matrix:
-            mean[:, size, :size] = mean[:, :size, size] = self.ones / self.places
+            mean[:, size, :size] = mean[:, :size, size] = self.ones / max(1, self.places)
         return outputs, mean
 
 

@@ -25,9 +25,8 @@ class Sketch:
     Σ gₙgₙᵀ. Scores that fit have rows of their own. Rows gather until there are twice as many as are kept, and are
     turned into their principal directions, of which the longest stay as they are and the others go.
 
-    Frequent Directions (Liberty 2013) would also shorten what stays, by as much as the longest that goes. Its bound
-    holds for rows in any order, but on a trained classifier it was nearer to F in one of 20 settings of rank, rows and
-    targets, and up to three times as far in the others: what goes is made up for on the diagonal.
+    Frequent Directions (Liberty 2013) would also shorten what stays, by as much as the longest that goes, for a bound
+    that holds for rows in any order. Here what goes is made up for on the diagonal, and what stays is not shortened.
     """
 
     def __init__(
