@@ -518,7 +518,7 @@ def test_a_part_of_a_model():
 
 
 def test_padding_is_no_input():
-    """Positions with ignored labels have no gradient; counted in A's mean, they would weaken the hold."""
+    """Positions without a label have no gradient; counted in A's mean, they would weaken the hold."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(7, 6, padding_idx=0), nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 7)).double()
     x, y = torch.randint(1, 7, (8, 4)), torch.randint(0, 7, (8, 4))

@@ -67,7 +67,7 @@ class _OuterProducts:
     def sums(self) -> dict[str, Tensor]:
         return {"Λ": self.total}
 
-    def begin(self, plan: Plan, graph: Graph, examples: int, columns: int, padded: bool) -> None:
+    def begin(self, plan: Plan, graph: Graph, examples: int, columns: int) -> None:
         self._graph = graph
         self._names: dict[Site, list[str]] = {}
         for name, sites in plan.sites.items():

@@ -34,8 +34,8 @@ class Collector(Protocol):
     def sums(self) -> Mapping[str, Tensor]:
         """Everything that must stay finite."""
 
-    def begin(self, plan: Plan, graph: Graph, examples: int, columns: int, padded: bool) -> None:
-        """A batch: its plan, its graph, how many scores will come, and whether some positions may not count."""
+    def begin(self, plan: Plan, graph: Graph, examples: int, columns: int) -> None:
+        """A batch: its plan, its graph, and how many scores will come."""
 
     def serves(self, site: Site) -> bool:
         """Whether it takes a site's form."""
@@ -123,8 +123,7 @@ class Engine:
         for batch in read(batches, self._scoring.model):
             made = self.prepared(batch)
             with backward(made.losses):
-                padded = self._scoring.likelihood.padded(made.batch.given)
-                collector.begin(made.plan, made.graph, made.batch.size, len(made.losses), padded)
+                collector.begin(made.plan, made.graph, made.batch.size, len(made.losses))
             made.sweep(collector)
             for scores in self._scores(made):
                 for name, score in scores.items():

@@ -50,7 +50,14 @@ class Factors:
     """Takes the forms of batch after batch: those of layers into their factors, the others into a diagonal."""
 
     def __init__(
-        self, named: Mapping[str, Tensor], total: Mapping[str, Tensor], limit: Limit, widest: int, exact_trace: bool
+        self,
+        named: Mapping[str, Tensor],
+        total: Mapping[str, Tensor],
+        limit: Limit,
+        widest: int,
+        *,
+        exact_trace: bool,
+        tokens: bool,
     ) -> None:
         self.total = total
         self.exact_trace = exact_trace  # whether the squares of the layers' gradients are summed too
@@ -60,6 +67,7 @@ class Factors:
         self._squares = Squares(named, total, limit)
         self._limit = limit
         self._widest = widest
+        self._tokens = tokens  # whether positions have losses of their own, or none: those do not count
         self._plan: Plan | None = None
         self._layer_of: dict[str, Layer | None] = {}  # by weight; None until its first form is seen
         self._biases: dict[str, str] = {}  # by weight
@@ -82,8 +90,7 @@ class Factors:
     def serves(self, site: Site) -> bool:
         return site in self._served or self._squares.serves(site)
 
-    def begin(self, plan: Plan, graph: Graph, examples: int, columns: int, padded: bool = False) -> None:
-        self._padded = padded
+    def begin(self, plan: Plan, graph: Graph, examples: int, columns: int) -> None:
         if plan is not self._plan:
             self._sort(plan, graph)
             self._plan = plan
@@ -175,7 +182,7 @@ class Factors:
         new = site not in self._heard  # the columns of an exact Fisher share their inputs
         self._heard.add(site)
         left, right = (sums.inputs, sums.outputs) if parts.inputs_left else (sums.outputs, sums.inputs)
-        mask = _counted(parts) if new and self._padded and parts.positions > 1 and parts is form else None
+        mask = _counted(parts) if new and self._tokens and parts.positions > 1 and parts is form else None
         if new:
             sums.places += parts.examples * parts.positions if mask is None else int(mask.sum())
         if new or not parts.inputs_left:
@@ -230,7 +237,7 @@ def _add_(total: Tensor, sides: Tensor, ones: Tensor | None = None) -> None:
 
 
 def _counted(parts: Products) -> Tensor:
-    """Which positions have a gradient at all: padding has none, and is no input. (examples, 1, positions, 1)."""
+    """Which positions have a gradient: padding and ends have none, and are no inputs. (examples, 1, positions, 1)."""
     grads = (parts.right if parts.inputs_left else parts.left)(0, parts.examples)
     return (grads != 0).any(-1, keepdim=True).any(1, keepdim=True)
 

@@ -43,8 +43,9 @@ def kronecker_fisher(
 
     A = mean of a aᵀ over a layer's inputs, with a 1 for the bias; G = sum of g gᵀ over the gradients of its outputs.
     Every position of a sequence, every place of a convolution's kernel and every use of a shared layer counts as an
-    input of its own ("expand": Eschenhagen et al., 2023). That is right where each has a loss of its own, as tokens do,
-    and never leaves a layer free; where positions are averaged before the loss it can be several times too small.
+    input of its own ("expand": Eschenhagen et al., 2023). That is right where each has a loss of its own, as tokens do
+    (those without a label do not count), and never leaves a layer free; where positions are averaged before the loss it
+    can be several times too small.
     `exact_trace=True` scales each layer to the trace of its exact Fisher, at the cost of a diagonal Fisher more.
 
     A layer is what multiplies by a whole parameter, whatever module does it. Its bias joins if it is added in the same
@@ -58,7 +59,9 @@ def kronecker_fisher(
     named = trainable(model, only)
     scoring = Scoring(model, likelihood, targets, seed, forward)
     engine = Engine(scoring, named, memory, beside=True)
-    factors = Factors(named, accumulators(named), engine.limit, widest, exact_trace)
+    factors = Factors(
+        named, accumulators(named), engine.limit, widest, exact_trace=exact_trace, tokens=likelihood.unit == "token"
+    )
     with untouched(model):
         source = engine.collect(batches, factors)
     return _assembled(factors, named, source)

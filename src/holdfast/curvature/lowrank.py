@@ -95,7 +95,7 @@ class _Both:
     def sums(self) -> Mapping[str, Tensor]:
         return self._squares.sums  # what is finite squared is finite
 
-    def begin(self, plan: Plan, graph: Graph, examples: int, columns: int, padded: bool) -> None:
+    def begin(self, plan: Plan, graph: Graph, examples: int, columns: int) -> None:
         self._squares.begin(plan, graph)
         self._sketch.begin(plan, graph, examples, columns)
 

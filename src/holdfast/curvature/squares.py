@@ -44,7 +44,7 @@ class Squares:
         """Whether it takes a site's form."""
         return site in self._names
 
-    def begin(self, plan: Plan, graph: Graph, examples: int = 0, columns: int = 0, padded: bool = False) -> None:
+    def begin(self, plan: Plan, graph: Graph, examples: int = 0, columns: int = 0) -> None:
         """A batch: its plan and its graph."""
         self._graph = graph
         if plan is not self._plan:

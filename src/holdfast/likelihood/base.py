@@ -53,10 +53,6 @@ class Likelihood(abc.ABC):
         """How many units (examples, or tokens) a batch of `size` examples has."""
         return float(size)
 
-    def padded(self, target: Any) -> bool:
-        """Whether some positions of a batch may not count."""
-        return False
-
     def root(self, output: Tensor) -> Tensor:
         """Columns s_k with Σ_k s_k s_kᵀ the Fisher of the outputs, shape (columns, *output.shape)."""
         raise ArgumentError(f"{self.name} has no exact Fisher (targets='expected'). {self._instead}")

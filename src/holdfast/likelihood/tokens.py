@@ -49,9 +49,6 @@ class Tokens(Likelihood):
         counted: Tensor = target[:, 1:] if self.shift else target
         return (counted != self.ignore_index).sum()  # a tensor: to read it now would wait for a GPU
 
-    def padded(self, target: Any) -> bool:
-        return target.is_cuda or bool((target == self.ignore_index).any())  # to look would wait for a GPU
-
     def default_targets(self, output: Any) -> str:
         return "sampled"
 
