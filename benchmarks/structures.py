@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import gzip
 import json
 import os
 import time
@@ -27,6 +26,11 @@ import torch.nn.functional as F
 from torch import Tensor, multiprocessing, nn
 
 import holdfast
+from holdfast.bench.data import mnist
+from holdfast.bench.networks import perceptron
+from holdfast.bench.streams import held_out, permuted
+from holdfast.bench.tasks import Task, joined
+from holdfast.bench.training import Trainer, Training
 
 WIDTH, BATCH = 100, 256
 STRENGTHS = (0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
@@ -47,65 +51,32 @@ class Job:
     rotate: bool = False
 
 
-def images(folder: str, part: str) -> tuple[Tensor, Tensor]:
-    """MNIST's images in [0, 1], flat, and their labels."""
-
-    def read(name: str, header: int) -> Tensor:
-        with gzip.open(Path(folder) / name) as file:
-            return torch.frombuffer(bytearray(file.read()[header:]), dtype=torch.uint8)
-
-    x = read(f"{part}-images-idx3-ubyte.gz", 16).view(-1, 784).float() / 255
-    return x, read(f"{part}-labels-idx1-ubyte.gz", 8).long()
-
-
 class Tasks:
     """Permuted MNIST: the pixels in a new order for every task."""
 
-    def __init__(self, folder: str, device: str, seed: int, validating: bool) -> None:
-        x, y = (part.to(device) for part in images(folder, "train"))
-        self._train, self._test = (x, y), tuple(part.to(device) for part in images(folder, "t10k"))
-        if validating:
-            self._train, self._test = (x[:50000], y[:50000]), (x[50000:], y[50000:])
-        self._seed, self._device = seed, device
-
-    def order(self, task: int) -> Tensor:
-        generator = torch.Generator().manual_seed(1000 * self._seed + task)
-        return torch.randperm(784, generator=generator).to(self._device)
+    def __init__(self, folder: str, device: str, seed: int, validating: bool, count: int) -> None:
+        images = mnist(folder)
+        images = held_out(images, 10000) if validating else images
+        parts = {name: getattr(images, name).to(device) for name in ("train_x", "train_y", "test_x", "test_y")}
+        self.tasks = permuted(replace(images, **parts), count, seed)
 
     def train(self, task: int) -> tuple[Tensor, Tensor]:
-        return self._train[0][:, self.order(task)], self._train[1]
+        return self.tasks[task].train.x, self.tasks[task].train.y
 
     def accuracy(self, model: nn.Module, task: int) -> float:
+        test = self.tasks[task].test
         with torch.no_grad():
-            right = model(self._test[0][:, self.order(task)]).argmax(1) == self._test[1]
+            right = model(test.x).argmax(1) == test.y
         return 100 * float(right.float().mean())
 
 
-def perceptron() -> nn.Sequential:
-    return nn.Sequential(
-        nn.Linear(784, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 10)
-    )  # fmt: skip
-
-
-def train(model: nn.Module, x: Tensor, y: Tensor, job: Job, posterior: Any, generator: torch.Generator) -> float:
+def train(model: nn.Module, task: Task, job: Job, posterior: Any, trainer: Trainer) -> float:
     """Train on one task, held to the posterior; returns the seconds."""
-    device = x.device
-    optimizer = torch.optim.Adam(model.parameters(), lr=job.lr, foreach=True)
-    steps = job.epochs * -(-len(y) // BATCH)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     start = time.perf_counter()
     rotate = job.rotate and bool(posterior.precision.shapes)
-    with holdfast.hold(
-        optimizer, model, posterior, num_data=len(y), strength=job.strength, every=job.every, rotate=rotate
-    ):
-        for _ in range(job.epochs):
-            for rows in torch.randperm(len(y), generator=generator).to(device).split(BATCH):
-                optimizer.zero_grad()
-                F.cross_entropy(model(x[rows]), y[rows]).backward()
-                optimizer.step()
-                schedule.step()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
+    trainer.fit(model, task, lambda optimizer: holdfast.hold(
+        optimizer, model, posterior, num_data=len(task.train), strength=job.strength, every=job.every, rotate=rotate
+    ))  # fmt: skip
     return time.perf_counter() - start
 
 
@@ -228,22 +199,21 @@ def run(job: Job, folder: str, device: str) -> dict[str, Any]:
     torch.set_num_threads(1)
     torch.manual_seed(job.seed)
     _bases.clear()
-    tasks = Tasks(folder, device, job.seed, job.validating)
-    model = perceptron().to(device)
-    generator = torch.Generator().manual_seed(job.seed)
+    tasks = Tasks(folder, device, job.seed, job.validating, job.tasks)
+    model = perceptron(784, (WIDTH, WIDTH), 10).to(device)
+    training = Training(epochs=job.epochs, batch_size=BATCH, lr=job.lr, schedule="cosine")
+    trainer = Trainer(training, job.seed, recorded=job.every == 1)  # a pull used again is not the same at every step
     posterior = holdfast.prior(model)
     step = METHODS[job.method]
-    table, objectives, training, estimating = [], [], 0.0, 0.0
+    table, objectives, seconds, estimating = [], [], 0.0, 0.0
     if job.method.startswith("joint"):
-        parts = [tasks.train(task) for task in range(job.tasks)]
-        x, y = torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
-        training = train(model, x, y, job, posterior, generator)
+        seconds = train(model, joined(tasks.tasks), job, posterior, trainer)
         table = [[tasks.accuracy(model, task) for task in range(job.tasks)]]
     else:
         for task in range(job.tasks):
             x, y = tasks.train(task)
             if task == 0 or not job.method.startswith("frozen"):
-                training += train(model, x, y, job, posterior, generator)
+                seconds += train(model, tasks.tasks[task], job, posterior, trainer)
                 objectives.append(objective(model, x, y, posterior, job.strength))
             if step is not None and task + 1 < job.tasks:
                 start = time.perf_counter()
@@ -257,7 +227,7 @@ def run(job: Job, folder: str, device: str) -> dict[str, Any]:
         "device": where,
         "lr": job.lr, "every": job.every, "rotate": job.rotate, "objectives": objectives,
         "validating": job.validating, "accuracy": sum(table[-1]) / len(table[-1]), "table": table,
-        "precision_bytes": kept, "training_seconds": training, "fisher_seconds": estimating,
+        "precision_bytes": kept, "training_seconds": seconds, "fisher_seconds": estimating,
     }  # fmt: skip
 
 

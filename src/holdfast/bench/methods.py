@@ -2,126 +2,202 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
-from ..curvature import diagonal_fisher
+from ..curvature import diagonal_fisher, hutchinson_hessian, kronecker_fisher, lowrank_fisher
+from ..curvature.scores import Targets
 from ..hold import hold
-from ..likelihood import categorical
 from ..posterior import Posterior, consolidate, merge, prior
-from .tasks import Split, Task
+from ..precision import Diagonal, Kronecker, Precision, Source
+from .tasks import Task
+from .training import Trainer
 
-
-@dataclass(frozen=True)
-class Training:
-    """How every method trains: the same for all of them.
-
-    Label smoothing keeps the network from growing so certain that its Fisher information, p(1−p), vanishes.
-    """
-
-    epochs: int = 15
-    batch_size: int = 64
-    lr: float = 1e-3
-    label_smoothing: float = 0.1
-
-    def __call__(
-        self, model: nn.Module, data: Split, seed: int, posterior: Posterior | None = None, strength: float = 1.0
-    ) -> None:
-        """Train with a fresh Adam, held to `posterior` if one is given."""
-        generator = torch.Generator().manual_seed(seed)
-        optimizer = torch.optim.Adam(model.parameters(), lr=self.lr)
-        posterior = posterior or prior(model)
-        with hold(optimizer, model, posterior, num_data=len(data), strength=strength):
-            for _ in range(self.epochs):
-                for x, y in data.batches(self.batch_size, generator):
-                    optimizer.zero_grad()
-                    loss = F.cross_entropy(model(x), y, label_smoothing=self.label_smoothing)
-                    torch.autograd.backward(loss)
-                    optimizer.step()
+BATCH = 1000  # of a Fisher: no number depends on it
 
 
 class Method(Protocol):
-    """Something that learns one task after another."""
+    """Something that learns one task after another: trained on the new one first, then making a note of it."""
+
+    def learn(self, model: nn.Module, task: Task, trainer: Trainer) -> None:
+        """Train the model on the next task."""
+
+    def remember(self, model: nn.Module, task: Task, trainer: Trainer) -> None:
+        """Keep what the next tasks will need, while this one's data is still there."""
 
     @property
-    def name(self) -> str:
-        """What a table calls it."""
-
-    def learn(self, model: nn.Module, task: Task, training: Training, seed: int) -> None:
-        """Train the model on the next task."""
+    def kept(self) -> list[Tensor]:
+        """All the tensors it carries from task to task, besides the model."""
 
 
 @dataclass
 class FineTuning:
-    """Train on the new task and nothing else: how much is forgotten when nothing is done."""
+    """Train on the new task and nothing else: how much is forgotten when nothing is done.
 
-    name: str = "fine-tuning"
+    With `tasks=1` it stops after the first: what is kept by not learning at all.
+    """
 
-    def learn(self, model: nn.Module, task: Task, training: Training, seed: int) -> None:
-        training(model, task.train, seed)
+    tasks: int | None = None
+    learned: int = 0
 
+    def learn(self, model: nn.Module, task: Task, trainer: Trainer) -> None:
+        if self.tasks is None or self.learned < self.tasks:
+            trainer.fit(model, task)
+        self.learned += 1
 
-@dataclass
-class Frozen:
-    """Learn the first task and stop: what is kept by not learning at all."""
-
-    name: str = "frozen after task 1"
-    learned: bool = False
-
-    def learn(self, model: nn.Module, task: Task, training: Training, seed: int) -> None:
-        if not self.learned:
-            training(model, task.train, seed)
-        self.learned = True
-
-
-@dataclass
-class Joint:
-    """Train on all data so far, from the start: what could be known if nothing had to be thrown away."""
-
-    name: str = "joint, all data kept"
-    seen: list[Split] = field(default_factory=list)
-
-    def learn(self, model: nn.Module, task: Task, training: Training, seed: int) -> None:
-        self.seen.append(task.train)
-        everything = Split(torch.cat([part.x for part in self.seen]), torch.cat([part.y for part in self.seen]))
-        training(model, everything, seed)
-
-
-@dataclass
-class RunningEwc:
-    """EWC with J: one running penalty at the last optimum (Huszár)."""
-
-    strength: float = 1.0
-    posterior: Posterior | None = None
+    def remember(self, model: nn.Module, task: Task, trainer: Trainer) -> None:
+        pass
 
     @property
-    def name(self) -> str:
-        return f"EWC, J, strength {self.strength:g}"
+    def kept(self) -> list[Tensor]:
+        return []
 
-    def learn(self, model: nn.Module, task: Task, training: Training, seed: int) -> None:
-        posterior = self.posterior or prior(model)
-        training(model, task.train, seed, posterior, self.strength)
-        fisher = diagonal_fisher(model, task.train.batches(256), categorical)
-        self.posterior = consolidate(posterior, model, fisher)
+
+# How Λ is found of a task, and how what was known and it become what is known.
+Curvature = Callable[[nn.Module, Task, Trainer], Precision]
+Update = Callable[[Posterior, nn.Module, Precision], Posterior]
 
 
 @dataclass
-class PerTaskEwc:
-    """EWC with J_original: one penalty per task (Kirkpatrick), all of them in one merged Gaussian."""
+class Held:
+    """Hold to what was known, and add to it what each task's curvature says.
 
+    `rotate` steps in the eigenvectors of Kronecker factors.
+    """
+
+    curvature: Curvature
+    update: Update = consolidate
     strength: float = 1.0
+    rotate: bool = False
     posterior: Posterior | None = None
 
-    @property
-    def name(self) -> str:
-        return f"EWC, J_original, {self.strength:g}"
+    def learn(self, model: nn.Module, task: Task, trainer: Trainer) -> None:
+        posterior, training = self.posterior, trainer.training
+        if posterior is None:
+            trainer.fit(model, task)
+            return
+        trainer.fit(model, task, lambda optimizer: hold(
+            optimizer, model, posterior, num_data=training.count(task.train), strength=self.strength,
+            unit=training.unit, rotate=self.rotate,
+        ))  # fmt: skip
 
-    def learn(self, model: nn.Module, task: Task, training: Training, seed: int) -> None:
-        training(model, task.train, seed, self.posterior, self.strength)
-        fisher = diagonal_fisher(model, task.train.batches(256), categorical)
-        this = consolidate(prior(model), model, fisher)
-        self.posterior = this if self.posterior is None else merge(self.posterior, this)
+    def remember(self, model: nn.Module, task: Task, trainer: Trainer) -> None:
+        self.posterior = self.update(self.posterior or prior(model), model, self.curvature(model, task, trainer))
+
+    @property
+    def kept(self) -> list[Tensor]:
+        known = self.posterior
+        return [] if known is None else [*known.mean.values(), *known.precision.tensors.values()]
+
+
+def decayed(decay: float) -> Update:
+    """A share of what was known is forgotten at every task (online EWC: Schwarz 2018)."""
+    return lambda posterior, model, found: consolidate(posterior, model, found, decay=decay)
+
+
+def every_term(posterior: Posterior, model: nn.Module, found: Precision) -> Posterior:
+    """A term for every task: the exact sum, in memory that grows."""
+    return consolidate(posterior, model, found, exact=True)
+
+
+def nearest(posterior: Posterior, model: nn.Module, found: Precision) -> Posterior:
+    """One Kronecker term, the product nearest to the sum."""
+    after = consolidate(posterior, model, found, exact=True)
+    terms = after.precision
+    return replace(after, precision=terms.nearest() if isinstance(terms, Kronecker) else terms)
+
+
+def per_task(posterior: Posterior, model: nn.Module, found: Precision) -> Posterior:
+    """A penalty for every task at its own optimum (J_original: Kirkpatrick 2017), all in one merged Gaussian."""
+    this = consolidate(prior(model), model, found)
+    return this if not posterior.num_data else merge(posterior, this)
+
+
+def diagonal(targets: Targets = "expected") -> Curvature:
+    """The diagonal Fisher, of labels of one's choice."""
+    return lambda model, task, trainer: diagonal_fisher(
+        model, Batches(model, task, trainer), trainer.training.likelihood, targets=_fitting(targets, trainer),
+        seed=trainer.seed, forward=task.forward,
+    )  # fmt: skip
+
+
+def uniform(targets: Targets = "expected") -> Curvature:
+    """The same number for every weight, their sum that of the diagonal Fisher: what its shape is worth."""
+
+    def found(model: nn.Module, task: Task, trainer: Trainer) -> Precision:
+        fisher = diagonal(targets)(model, task, trainer)
+        entries = fisher.diagonal()
+        mean = sum(float(each.double().sum()) for each in entries.values()) / sum(e.numel() for e in entries.values())
+        return Diagonal({name: torch.full_like(each, mean) for name, each in entries.items()}, fisher.sources)
+
+    return found
+
+
+def hessian(probes: int = 16) -> Curvature:
+    """F′, the Hessian's diagonal in place of the Fisher's, estimated, with negative entries at zero."""
+    return lambda model, task, trainer: hutchinson_hessian(
+        model, Batches(model, task, trainer), trainer.training.likelihood, probes=probes, seed=trainer.seed,
+        forward=task.forward,
+    ).clamped()  # fmt: skip
+
+
+def batched(size: int = 128) -> Curvature:
+    """Squares of the gradients of whole batches of mean losses, averaged: what several libraries compute.
+
+    It is the diagonal of no Fisher information: signs cancel within a batch, more of them in larger ones.
+    """
+
+    def found(model: nn.Module, task: Task, trainer: Trainer) -> Precision:
+        params = dict(model.named_parameters())
+        sums = {name: torch.zeros_like(each) for name, each in params.items()}
+        for x, y in task.train.batches(size):
+            loss = trainer.training.losses(task.logits(model, x), y).mean()
+            for name, grad in zip(params, torch.autograd.grad(loss, list(params.values())), strict=True):
+                sums[name] += len(x) * grad.square()  # the mean over batches, times the number of examples
+        training = trainer.training
+        size_of_it = float(training.count(task.train))
+        source = Source(f"{task.name}, {trainer.seed}", size_of_it, training.unit, training.loss, f"batches of {size}")
+        return Diagonal(sums, (source,))
+
+    return found
+
+
+def kronecker(targets: Targets = "expected", exact_trace: bool = False) -> Curvature:
+    """G ⊗ A for each layer."""
+    return lambda model, task, trainer: kronecker_fisher(
+        model, Batches(model, task, trainer), trainer.training.likelihood, targets=_fitting(targets, trainer),
+        seed=trainer.seed, forward=task.forward, exact_trace=exact_trace,
+    )  # fmt: skip
+
+
+def lowrank(rank: int, rows: int | None = None, targets: Targets = "expected") -> Curvature:
+    """The diagonal and the largest directions."""
+    return lambda model, task, trainer: lowrank_fisher(
+        model, Batches(model, task, trainer), trainer.training.likelihood, rank=rank, rows=rows,
+        targets=_fitting(targets, trainer), seed=trainer.seed, forward=task.forward,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Batches:
+    """A task's training data as the curvature functions read it, as often as they like."""
+
+    model: nn.Module
+    task: Task
+    trainer: Trainer
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        training = self.trainer.training
+        for x, y in self.task.train.batches(50 if training.loss == "tokens" else BATCH):
+            with torch.no_grad():
+                width = self.task.logits(self.model, x[:1]).shape[-1]
+            yield x, training.targets(y, width)
+
+
+def _fitting(targets: Targets, trainer: Trainer) -> Targets:
+    """Of tokens, labels are drawn: there are too many to expect over."""
+    return "sampled" if targets == "expected" and trainer.training.loss == "tokens" else targets

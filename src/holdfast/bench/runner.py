@@ -1,42 +1,23 @@
-"""Run methods over tasks and seeds, and measure what is kept."""
+"""Learn a sequence of tasks with a method, and measure what is kept."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import torch
 from torch import nn
 
-from .methods import Method, Training
-from .tasks import Split, Task
+from .measures import Run
+from .methods import Method
+from .tasks import Task
+from .training import Trainer, Training
 
-
-@dataclass(frozen=True)
-class Run:
-    """One method, one seed: `accuracy[i][j]` is the share right on task j after learning task i."""
-
-    method: str
-    seed: int
-    accuracy: list[list[float]]
-
-    @property
-    def average(self) -> float:
-        """The mean accuracy over all tasks after the last."""
-        return statistics.fmean(self.accuracy[-1])
-
-    @property
-    def forgetting(self) -> float:
-        """How far the earlier tasks fell, on average, from their best to the end."""
-        last = len(self.accuracy) - 1
-        drops = [max(row[task] for row in self.accuracy[task:last]) - self.accuracy[-1][task] for task in range(last)]
-        return statistics.fmean(drops) if drops else 0.0
-
-    @property
-    def newest(self) -> float:
-        """The mean accuracy on each task right after learning it: how well it still learns."""
-        return statistics.fmean(row[task] for task, row in enumerate(self.accuracy))
+_BATCH = 5000  # of a test
+_GLANCE = 1000  # test examples of each task that are looked at while the next one is learned
 
 
 def run(
@@ -44,58 +25,100 @@ def run(
     tasks: Sequence[Task],
     make_model: Callable[[], nn.Module],
     training: Training,
-    seed: int,
+    *,
+    name: str = "",
+    seed: int = 0,
+    device: str = "cpu",
+    stages: Sequence[Task] | None = None,
     progress: Callable[[str], None] = lambda learned: None,
 ) -> Run:
-    """Learn the tasks in turn from a model made with `seed`; after each, test on all of them and call `progress`."""
+    """Learn the tasks in turn from a model made with `seed`, testing on all of them after each.
+
+    `stages` are what is learned where that is not the tasks themselves: all of them joined, for joint training.
+    `progress` is called after each with its name.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = make_model()
-    table = []
-    for index, task in enumerate(tasks):
-        method.learn(model, task, training, seed=seed * 1000 + index)
-        table.append([accuracy(model, other.test) for other in tasks])
-        progress(f"{method.name}: {task.name}")
-    return Run(method.name, seed, table)
+        model = make_model().to(device)
+    model.eval()
+    accuracy, nll, lowest, kept = [], [], [], []
+    learning: list[tuple[float, int]] = []
+    remembering: list[tuple[float, int]] = []
+    untrained = [_judged(model, task.judged_after(task), training)[0] for task in tasks]
+    stages = tasks if stages is None else stages
+    trainer = Trainer(training, seed)
+    for stage, task in enumerate(stages):
+        seen: list[float] = []
+        trainer.watch = _glance(model, tasks[:stage], task, training, seen) if len(stages) == len(tasks) else None
+        with _measured(device, learning):
+            method.learn(model, task, trainer)
+        with _measured(device, remembering):
+            method.remember(model, task, trainer)
+        found = [_judged(model, other.judged_after(task), training) for other in tasks]
+        accuracy.append([right for right, _ in found])
+        nll.append([loss for _, loss in found])
+        lowest.append(min(seen) if seen else None)
+        kept.append(sum(tensor.numel() * tensor.element_size() for tensor in method.kept))
+        progress(task.name)
+    return Run(
+        name or type(method).__name__, seed, accuracy, nll, untrained, lowest,
+        [seconds for seconds, _ in learning], [seconds for seconds, _ in remembering], kept,
+        [peak for _, peak in learning], [peak for _, peak in remembering],
+    )  # fmt: skip
 
 
-def accuracy(model: nn.Module, data: Split) -> float:
-    """The share of examples whose most likely class is right."""
-    with torch.no_grad():
-        return float((model(data.x).argmax(-1) == data.y).float().mean())
+@torch.no_grad()
+def _judged(model: nn.Module, task: Task, training: Training, count: int | None = None) -> tuple[float, float]:
+    """The share of answers that are right on the test data, and the negative log-likelihood of the labels."""
+    data = task.test if count is None else task.test.first(count)
+    right = torch.zeros((), dtype=torch.float64, device=data.y.device)
+    loss, answers = torch.zeros_like(right), 0
+    for x, y in data.batches(_BATCH if training.loss != "tokens" else 100):
+        logits = task.logits(model, x)
+        right += (logits.argmax(-1) == y).sum()
+        loss += training.losses(logits, y).sum()
+        answers += y.numel()
+    return float(right) / answers, float(loss) / answers
 
 
-def chosen_strength(
-    candidates: Sequence[float],
-    make_method: Callable[[float], Method],
-    sequences: Sequence[Sequence[Task]],
-    make_model: Callable[[], nn.Module],
-    training: Training,
-    progress: Callable[[str], None] = lambda learned: None,
-) -> float:
-    """The strength with the best mean accuracy on the validation splits of the first two tasks of all sequences.
+def _glance(
+    model: nn.Module, earlier: Sequence[Task], task: Task, training: Training, seen: list[float]
+) -> Callable[[int], None] | None:
+    """Notes the mean accuracy on the earlier tasks when called, on a part of their test data."""
+    if not earlier:
+        return None
 
-    The sequence's place is its seed. The test splits are not looked at.
-    """
+    def look(steps: int) -> None:
+        seen.append(
+            statistics.fmean(_judged(model, other.judged_after(task), training, _GLANCE)[0] for other in earlier)
+        )
 
-    def score(strength: float) -> float:
-        averages = []
-        for seed, tasks in enumerate(sequences):
-            judged = [replace(task, test=task.validation) for task in tasks[:2]]
-            averages.append(run(make_method(strength), judged, make_model, training, seed, progress).average)
-        return statistics.fmean(averages)
-
-    return max(candidates, key=score)
+    return look
 
 
-def spread(values: Sequence[float]) -> tuple[float, float]:
-    """Mean and standard deviation over seeds."""
-    return statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else 0.0
+@contextmanager
+def _measured(device: str, spent: list[tuple[float, int]]) -> Iterator[None]:
+    """Adds the seconds, and the most bytes of memory in use: the GPU's, or the process's where the system tells."""
+    _reset_peak(device)
+    start = time.perf_counter()
+    yield
+    if device.startswith("cuda"):
+        torch.cuda.synchronize()
+    spent.append((time.perf_counter() - start, _peak(device)))
 
 
-def by_method(runs: Sequence[Run]) -> dict[str, list[Run]]:
-    """The runs of each method, in the order the methods first appear."""
-    groups: dict[str, list[Run]] = {}
-    for one in runs:
-        groups.setdefault(one.method, []).append(one)
-    return groups
+def _reset_peak(device: str) -> None:
+    if device.startswith("cuda"):
+        torch.cuda.reset_peak_memory_stats()
+        return
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def _peak(device: str) -> int:
+    if device.startswith("cuda"):
+        return torch.cuda.max_memory_allocated()
+    with suppress(OSError, ValueError, IndexError):
+        status = Path("/proc/self/status").read_text()
+        return 1024 * int(status.split("VmHWM:")[1].split()[0])
+    return 0

@@ -1,57 +1,133 @@
-"""Sequences of tasks to learn one after another, from data that ships with a package."""
+"""Tasks to learn one after another: data to train on, data to be judged by, and the outputs that may answer."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from ..errors import ArgumentError
+
+View = Callable[[Tensor], Tensor]
+
+# Instead of −∞, whose products with zero are not numbers: its exponential is zero all the same.
+_IMPOSSIBLE = -1e4
 
 
 @dataclass(frozen=True)
 class Split:
-    """Inputs and labels, side by side."""
+    """Inputs and labels, side by side. `view` makes inputs of what is stored, when they are asked for.
 
-    x: Tensor
+    Tasks that show the same images in their own ways share one copy of them. `allowed` says which outputs may answer,
+    example by example (examples × outputs), where the examples are of several tasks.
+    """
+
+    stored: Tensor
     y: Tensor
+    view: View | None = None
+    allowed: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if len(self.stored) != len(self.y) or not len(self.y):
+            raise ArgumentError(f"a split has one label for each input and at least one of both, got {self.sizes}.")
 
     def __len__(self) -> int:
         return len(self.y)
 
-    def batches(self, size: int, generator: torch.Generator | None = None) -> Iterator[tuple[Tensor, Tensor]]:
-        """Batches of `size`, shuffled if a generator is given."""
-        order = torch.arange(len(self)) if generator is None else torch.randperm(len(self), generator=generator)
-        for rows in torch.split(order, size):
-            yield self.x[rows], self.y[rows]
+    @property
+    def sizes(self) -> str:
+        """How many inputs and labels there are, in words."""
+        return f"{len(self.stored)} inputs and {len(self.y)} labels"
+
+    @property
+    def x(self) -> Tensor:
+        """The inputs as the model sees them."""
+        return self.stored if self.view is None else self.view(self.stored)
+
+    def to(self, device: str | torch.device) -> Split:
+        """The same on a device."""
+        allowed = None if self.allowed is None else self.allowed.to(device)
+        return replace(self, stored=self.stored.to(device), y=self.y.to(device), allowed=allowed)
+
+    @classmethod
+    def of(cls, dataset: Sequence[tuple[Any, Any]] | Any) -> Split:
+        """A dataset of (input, label) pairs, such as torch's, read whole."""
+        pairs = [dataset[index] for index in range(len(dataset))]
+        x, y = (torch.stack([torch.as_tensor(pair[side]) for pair in pairs]) for side in (0, 1))
+        return cls(x, y)
+
+    def first(self, count: int) -> Split:
+        """No more than `count` examples, from the start."""
+        allowed = None if self.allowed is None else self.allowed[:count]
+        return replace(self, stored=self.stored[:count], y=self.y[:count], allowed=allowed)
+
+    def batches(self, size: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Batches of `size`, in order."""
+        for start in range(0, len(self), size):
+            rows = slice(start, start + size)
+            x = self.stored[rows]
+            yield x if self.view is None else self.view(x), self.y[rows]
 
 
 @dataclass(frozen=True)
 class Task:
-    """One thing to learn: what to train on, what to choose settings on, what to be judged on."""
+    """One thing to learn. Labels count from 0 within `outputs`, the model's outputs that may answer: all, if None.
+
+    In a task-incremental sequence each task has outputs of its own; in a class-incremental one a task's outputs are all
+    those of the tasks until then (`grows`), and earlier tasks are judged among them too.
+    """
 
     name: str
     train: Split
-    validation: Split
     test: Split
+    outputs: tuple[int, ...] | None = None
+    grows: bool = False
+
+    def logits(self, model: nn.Module, x: Tensor) -> Tensor:
+        """What the model says, of the outputs that may answer."""
+        found: Tensor = model(x)
+        if self.outputs is None or len(self.outputs) == found.shape[-1]:
+            return found
+        first, last = self.outputs[0], self.outputs[-1]
+        return found[..., first : last + 1]
+
+    def forward(self, model: nn.Module, batch: Any) -> Tensor:
+        """The same for a batch, as the curvature functions ask for it."""
+        return self.logits(model, batch[0])
+
+    def judged_after(self, latest: Task) -> Task:
+        """This task as it is judged once `latest` is learned."""
+        return replace(self, outputs=latest.outputs) if latest.grows and _more(latest, self) else self
+
+    def to(self, device: str | torch.device) -> Task:
+        """The same on a device."""
+        return replace(self, train=self.train.to(device), test=self.test.to(device))
 
 
-def permuted_digits(count: int, seed: int = 0) -> list[Task]:
-    """scikit-learn's 8×8 digits, the pixels in a new order for every task: the same labels, from conflicting inputs.
+def joined(tasks: Sequence[Task]) -> Task:
+    """All the tasks as one, each example answered by the outputs of its own task."""
+    x = torch.cat([task.train.x for task in tasks])
+    if all(task.outputs is None or task.grows for task in tasks):
+        y = torch.cat([task.train.y for task in tasks])
+        return Task("all tasks", Split(x, y), tasks[-1].test, tasks[-1].outputs, tasks[-1].grows)
+    width = max(task.outputs[-1] for task in tasks if task.outputs) + 1
+    labels, allowed = [], []
+    for task in tasks:
+        assert task.outputs is not None  # a sequence has them for all its tasks or for none
+        may = torch.zeros(width, dtype=torch.bool)
+        may[list(task.outputs)] = True
+        labels.append(task.train.y + task.outputs[0])
+        allowed.append(may.expand(len(task.train), width))
+    return Task("all tasks", Split(x, torch.cat(labels), None, torch.cat(allowed).to(x.device)), tasks[-1].test)
 
-    1797 images, split 60/15/25 into training, validation and test, the same images in every task.
-    """
-    from sklearn.datasets import load_digits
 
-    digits = load_digits()
-    x = torch.tensor(digits.data, dtype=torch.float32) / 16
-    y = torch.tensor(digits.target)
-    generator = torch.Generator().manual_seed(seed)
-    rows = torch.randperm(len(y), generator=generator)
-    train, validation, test = rows[:1078], rows[1078:1348], rows[1348:]
-    tasks = []
-    for index in range(count):
-        pixels = torch.arange(64) if index == 0 else torch.randperm(64, generator=generator)
-        parts = (Split(x[part][:, pixels], y[part]) for part in (train, validation, test))
-        tasks.append(Task(f"order {index + 1}", *parts))
-    return tasks
+def masked(logits: Tensor, allowed: Tensor | None) -> Tensor:
+    """Logits with all but the allowed outputs ruled out."""
+    return logits if allowed is None else logits.masked_fill(~allowed, _IMPOSSIBLE)
+
+
+def _more(one: Task, other: Task) -> bool:
+    return len(one.outputs or ()) > len(other.outputs or ())

@@ -115,9 +115,11 @@ class Watch:
     def after(self, optimizer: Optimizer) -> None:
         """Raise when several such steps in a row have left all of them as they were."""
         seen, self._seen = self._seen, []
+        if not seen:  # nothing is read off a device where nothing is asked
+            return
         skipped = getattr(optimizer, "found_inf", None)  # a gradient scaler's verdict
         idle = all(float(group.get("lr", 1.0)) == 0 for group in optimizer.param_groups)
-        if not seen or idle or (skipped is not None and bool(skipped)):
+        if idle or (skipped is not None and bool(skipped)):
             return
         self.satisfied = any(
             parameter._version != version or not torch.equal(_sample(parameter), values)

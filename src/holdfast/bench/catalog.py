@@ -1,0 +1,75 @@
+"""The methods of the bench by their names."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from ..errors import ArgumentError
+from .methods import (
+    FineTuning,
+    Held,
+    Method,
+    batched,
+    decayed,
+    diagonal,
+    every_term,
+    hessian,
+    kronecker,
+    lowrank,
+    nearest,
+    per_task,
+    uniform,
+)
+from .projection import Projected
+
+Value = TypeVar("Value")
+
+JOINT = "joint"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A method: how it is made of a strength, and what it is. Without a `strength` to choose, it is given none."""
+
+    make: Callable[[float], Method]
+    about: str
+    has_strength: bool = True
+
+
+METHODS: dict[str, Entry] = {
+    "fine-tuning": Entry(lambda s: FineTuning(), "train on, and hold nothing", False),
+    "frozen": Entry(lambda s: FineTuning(tasks=1), "learn the first task and stop", False),
+    JOINT: Entry(lambda s: FineTuning(), "all tasks at once: the old data is kept", False),
+    "l2": Entry(lambda s: Held(uniform(), strength=s), "one number for every weight, as much in all as the Fisher"),
+    "ewc": Entry(lambda s: Held(diagonal(), strength=s), "EWC, J: one running penalty; exact diagonal Fisher"),
+    "ewc-original": Entry(lambda s: Held(diagonal(), per_task, s), "EWC, J_original: one penalty per task"),
+    "ewc-online": Entry(lambda s: Held(diagonal(), decayed(0.9), s), "EWC with a decay of 0.9 a task"),
+    "ewc-sampled": Entry(lambda s: Held(diagonal("sampled"), strength=s), "EWC, labels drawn from the model"),
+    "ewc-observed": Entry(lambda s: Held(diagonal("observed"), strength=s), "EWC, the data's labels"),
+    "ewc-batched": Entry(lambda s: Held(batched(), strength=s), "EWC as often coded: squares of batch gradients"),
+    "ewc-hessian": Entry(lambda s: Held(hessian(), strength=s), "F′: the Hessian's diagonal, negatives at zero"),
+    "low-rank-32": Entry(lambda s: Held(lowrank(32), strength=s), "the diagonal and 32 directions"),
+    "kronecker": Entry(lambda s: Held(kronecker(), strength=s), "Kronecker factors, merged: constant memory"),
+    "kronecker-sum": Entry(lambda s: Held(kronecker(), every_term, s), "Kronecker factors, a term for every task"),
+    "kronecker-nearest": Entry(lambda s: Held(kronecker(), nearest, s), "the Kronecker product nearest to the sum"),
+    "kronecker-online": Entry(lambda s: Held(kronecker(), decayed(0.9), s), "Kronecker with a decay of 0.9 a task"),
+    "kronecker-trace": Entry(
+        lambda s: Held(kronecker(exact_trace=True), strength=s), "Kronecker, each layer with its exact trace"
+    ),
+    "kronecker-rotated": Entry(
+        lambda s: Held(kronecker(), strength=s, rotate=True), "Kronecker, steps in the factors' eigenvectors"
+    ),
+    "owm": Entry(lambda s: Projected(s), "orthogonal weight modification (Zeng 2019), with SGD"),
+}
+
+
+def one_of(name: str, known: dict[str, Value], what: str) -> Value:
+    """The value under a name, or an error that offers the nearest ones."""
+    if name in known:
+        return known[name]
+    near = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
+    offer = f"Did you mean {' or '.join(near)}?" if near else f"There are {', '.join(known)}."
+    raise ArgumentError(f"there is no {what} {name!r}. {offer}")

@@ -1,0 +1,146 @@
+"""Jobs: one method, one strength and one seed on one protocol, described so that any machine can run them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .. import __version__
+from . import results
+from .catalog import JOINT, METHODS, one_of
+from .measures import Run
+from .protocols import Protocol
+from .results import Result
+from .runner import run
+from .tasks import joined
+
+# What decides a run's numbers; how they are shown does not.
+_SHOWN_ONLY = ("report", "cli.py", "bench/published.py", "bench/grid.py", "bench/results.py", "bench/measures.py")
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run to be made. `chosen` says that the strength was chosen on validation data and not given."""
+
+    protocol: Protocol
+    method: str
+    seed: int
+    strength: float = 1.0
+    validating: bool = False
+    chosen: bool = False
+
+    def __post_init__(self) -> None:
+        one_of(self.method, METHODS, "method")
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """All that decides the outcome, as JSON has it."""
+        return {
+            "protocol": self.protocol.name,
+            "description": self.protocol.about,
+            "numbers": _plain(dataclasses.asdict(self.protocol)),
+            "method": self.method,
+            "strength": self.strength if METHODS[self.method].has_strength else None,
+            "seed": self.seed,
+            "validating": self.validating,
+        }
+
+    @property
+    def name(self) -> str:
+        """What a line of progress calls it."""
+        strength = f" at {self.strength:g}" if METHODS[self.method].has_strength else ""
+        return f"{self.protocol.name}: {self.method}{strength}, seed {self.seed}"
+
+    def path(self, folder: Path) -> Path:
+        """Where its result is kept."""
+        return results.path(folder, self.config, code_version())
+
+    def done(self, folder: Path) -> Result | None:
+        """Its result, if there is one. A damaged file raises a DataError."""
+        found = self.path(folder)
+        return results.read(found) if found.exists() else None
+
+
+def grid(
+    protocols: Sequence[Protocol],
+    methods: Sequence[str],
+    seeds: Sequence[int],
+    strengths: Sequence[float] = (1.0,),
+    validating: bool = False,
+) -> list[Job]:
+    """Every combination, seeds outermost, so that the first results come for all. Without a strength, once each."""
+    return [
+        Job(protocol, method, seed, strength, validating)
+        for seed in seeds
+        for protocol in protocols
+        for method in methods
+        for strength in (strengths if one_of(method, METHODS, "method").has_strength else (1.0,))
+    ]
+
+
+def execute(job: Job, device: str = "cpu", threads: int | None = None) -> Result:
+    """Make the run. It needs nothing but the job: any process on any machine with the data can do it."""
+    if threads is not None:
+        torch.set_num_threads(threads)
+    method = METHODS[job.method].make(job.strength)
+    tasks = job.protocol.sequence(job.seed, validating=job.validating, device=device)
+    stages = [joined(tasks)] if job.method == JOINT else None
+    made = run(
+        method, tasks, lambda: job.protocol.model(tasks), _training(job), name=job.method, seed=job.seed, device=device,
+        stages=stages,
+    )  # fmt: skip
+    return Result(job.config, made, machine(device, job.chosen))
+
+
+def _training(job: Job) -> Any:
+    """The protocol's training; joint training has one stage with as many steps as all the tasks have."""
+    training = job.protocol.training
+    if job.method == JOINT and training.steps is not None:
+        return dataclasses.replace(training, steps=training.steps * job.protocol.tasks)
+    return training
+
+
+def machine(device: str, chosen: bool = False) -> dict[str, Any]:
+    """What a run was made with."""
+    where = torch.cuda.get_device_name() if device.startswith("cuda") else f"CPU, {platform.machine()}"
+    return {
+        "version": code_version(), "device": where, "torch": torch.__version__, "python": platform.python_version(),
+        "date": date.today().isoformat(), "strength_chosen_on": "validation" if chosen else None,
+    }  # fmt: skip
+
+
+@functools.cache
+def code_version() -> str:
+    """The version of the code that runs, down to its last letter: another one's results are not taken for its own."""
+    root = Path(__file__).parent.parent
+    digest = hashlib.sha256()
+    for file in sorted(root.rglob("*.py")):
+        name = file.relative_to(root).as_posix()
+        if not name.startswith(_SHOWN_ONLY):
+            digest.update(name.encode() + b"\0" + file.read_bytes() + b"\0")
+    return f"{__version__}+{digest.hexdigest()[:8]}"
+
+
+def chosen(found: Mapping[Job, Run], candidates: Callable[[Job], bool]) -> float:
+    """The strength with the best mean accuracy among validation runs; the first one tried wins a tie."""
+    scores: dict[float, list[float]] = {}
+    for job, made in found.items():
+        if job.validating and candidates(job):
+            scores.setdefault(job.strength, []).append(made.average)
+    return max(scores, key=lambda strength: sum(scores[strength]) / len(scores[strength]))
+
+
+def _plain(value: Any) -> Any:
+    """Tuples as lists: what comes back from a file."""
+    if isinstance(value, dict):
+        return {key: _plain(each) for key, each in value.items()}
+    return [_plain(each) for each in value] if isinstance(value, (list, tuple)) else value

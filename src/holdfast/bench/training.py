@@ -1,0 +1,202 @@
+"""How a protocol trains: the same for every method, in steps that a GPU can take without waiting for Python."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, Optimizer
+
+from ..errors import ArgumentError
+from ..likelihood import Likelihood, categorical, gaussian, tokens
+from .tasks import Split, Task, masked
+
+Attach = Callable[[Optimizer], AbstractContextManager[Any]]
+
+
+@dataclass(frozen=True)
+class Training:
+    """The numbers of a training run. `epochs` or `steps` says for how long; a fresh optimizer starts every task.
+
+    With `loss="squared"` the model's outputs are pulled to one-hot labels instead: half the squared distance, the
+    negative log-likelihood of a Gaussian with variance 1. With "tokens" a label stands at every position.
+    """
+
+    epochs: int | None = None
+    steps: int | None = None
+    batch_size: int = 128
+    lr: float = 1e-3
+    optimizer: Literal["adam", "sgd"] = "adam"
+    momentum: float = 0.0
+    schedule: Literal["constant", "cosine"] = "constant"
+    label_smoothing: float = 0.0
+    loss: Literal["cross-entropy", "squared", "tokens"] = "cross-entropy"
+
+    def __post_init__(self) -> None:
+        if (self.epochs is None) == (self.steps is None):
+            raise ArgumentError("a training run lasts for `epochs` or for `steps`: give one of them.")
+        for name in ("epochs", "steps", "batch_size"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise ArgumentError(f"{name} is a whole number, 1 or more, got {value!r}.")
+
+    @property
+    def likelihood(self) -> Likelihood:
+        """What the loss is the negative logarithm of."""
+        return {"cross-entropy": categorical, "squared": gaussian(1.0), "tokens": tokens(shift=False)}[self.loss]
+
+    @property
+    def unit(self) -> str:
+        """What the data is counted in."""
+        return "token" if self.loss == "tokens" else "example"
+
+    def count(self, data: Split) -> int:
+        """How much of it there is."""
+        return data.y.numel() if self.loss == "tokens" else len(data)
+
+    def targets(self, y: Tensor, width: int) -> Tensor:
+        """The labels as the likelihood takes them."""
+        return F.one_hot(y, width).float() if self.loss == "squared" else y
+
+    def losses(self, logits: Tensor, y: Tensor, smoothing: float = 0.0) -> Tensor:
+        """The negative log-likelihood of every example or token, in nats."""
+        if self.loss == "squared":
+            return 0.5 * (logits - self.targets(y, logits.shape[-1])).square().sum(-1)
+        flat, labels = logits.flatten(0, -2), y.flatten()
+        return F.cross_entropy(flat, labels, reduction="none", label_smoothing=smoothing)
+
+    def rate(self, step: int, steps: int) -> float:
+        """The learning rate of a step."""
+        return self.lr * (0.5 * (1 + math.cos(math.pi * step / steps)) if self.schedule == "cosine" else 1.0)
+
+
+@dataclass
+class Trainer:
+    """A training run's numbers with the chance in it, for one model and its tasks.
+
+    `watch` is called with the number of steps made, at moments that grow rarer: 1, 2, 4, 8 … and at the end. On a GPU
+    the steps are `recorded` and played again, which is right if Python does the same at every step.
+    """
+
+    training: Training
+    seed: int = 0
+    watch: Callable[[int], None] | None = None
+    recorded: bool = True
+    _fits: int = field(default=0, init=False)
+
+    def fit(self, model: nn.Module, task: Task, attach: Attach | None = None, training: Training | None = None) -> None:
+        """Train on a task with a fresh optimizer, to which `attach` may attach a hold (or a hook of its own).
+
+        `training` replaces the protocol's numbers, for methods that need an optimizer of their own.
+        """
+        numbers = training or self.training
+        data, device = task.train, next(model.parameters()).device
+        generator = torch.Generator().manual_seed(1000 * self.seed + self._fits)
+        self._fits += 1
+        orders = _orders(len(data), numbers, generator)
+        total = numbers.steps or (numbers.epochs or 0) * math.ceil(len(data) / numbers.batch_size)
+        rate = torch.tensor(numbers.lr, device=device) if device.type == "cuda" else numbers.lr
+        optimizer = _optimizer(model, numbers, rate)
+        model.train()
+        with ExitStack() as stack:
+            if device.type == "cuda":
+                stack.enter_context(torch.cuda.stream(torch.cuda.Stream()))  # type: ignore[no-untyped-call]
+            stack.enter_context(attach(optimizer) if attach else nullcontext())
+            steps = _Steps(model, task, data.x, optimizer, numbers, self.recorded)
+            for made, rows in enumerate(orders):
+                _set_rate(optimizer, numbers.rate(made, total))
+                steps.take(rows.to(device, non_blocking=True))
+                if self.watch is not None and _telling(made + 1, total):
+                    model.eval()
+                    self.watch(made + 1)
+                    model.train()
+            if device.type == "cuda":
+                torch.cuda.current_stream().synchronize()
+        model.eval()
+
+
+class _Steps:
+    """Training steps; on a GPU they are recorded once, as a CUDA graph, and played again for every batch of that size.
+
+    A small network's step is a hundred kernels of microseconds, and Python needs a hundred times as long to start them.
+    """
+
+    _EAGER = 3  # steps made as usual before recording: they set up what libraries set up at first use
+
+    def __init__(
+        self, model: nn.Module, task: Task, x: Tensor, optimizer: Optimizer, numbers: Training, recorded: bool
+    ) -> None:
+        self._model, self._task, self._optimizer, self._numbers = model, task, optimizer, numbers
+        self._x, self._y, self._allowed = x, task.train.y, task.train.allowed
+        self._eager = self._EAGER if recorded and x.is_cuda else math.inf
+        self._made = 0
+        self._rows: Tensor | None = None
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    def take(self, rows: Tensor) -> None:
+        """One step on the examples in these rows."""
+        if self._made < self._eager or (self._rows is not None and len(rows) != len(self._rows)):
+            self._step(rows)
+        else:
+            if self._graph is None or self._rows is None:
+                self._rows = rows.clone()
+                self._graph = self._recorded()
+            self._rows.copy_(rows)
+            self._graph.replay()
+        self._made += 1
+
+    def _recorded(self) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        self._optimizer.zero_grad(set_to_none=True)
+        with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+            self._step(self._rows)
+        return graph
+
+    def _step(self, rows: Tensor | None) -> None:
+        assert rows is not None
+        self._optimizer.zero_grad(set_to_none=True)
+        logits = self._task.logits(self._model, self._x[rows])
+        logits = masked(logits, None if self._allowed is None else self._allowed[rows])
+        loss = self._numbers.losses(logits, self._y[rows], self._numbers.label_smoothing).mean()
+        torch.autograd.backward(loss)
+        self._optimizer.step()
+
+
+def _optimizer(model: nn.Module, numbers: Training, rate: float | Tensor) -> Optimizer:
+    capturable = isinstance(rate, Tensor)
+    if numbers.optimizer == "adam":
+        return Adam(model.parameters(), lr=rate, capturable=capturable, foreach=True)
+    how = {"fused": True} if capturable else {"foreach": True}  # only the fused one takes its rate from a GPU
+    return SGD(model.parameters(), lr=rate, momentum=numbers.momentum, **how)
+
+
+def _set_rate(optimizer: Optimizer, rate: float) -> None:
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
+
+
+def _orders(count: int, numbers: Training, generator: torch.Generator) -> Iterator[Tensor]:
+    """The rows of each batch. Counted in steps, all batches are full; counted in epochs, an epoch's last may not be."""
+    size = min(numbers.batch_size, count)
+    made = 0
+    for _ in range(numbers.epochs or numbers.steps or 0):
+        for rows in torch.split(torch.randperm(count, generator=generator), size):
+            if numbers.steps is not None and (made == numbers.steps or len(rows) < size):
+                break
+            made += 1
+            yield rows
+        if made == numbers.steps:
+            return
+
+
+def _telling(made: int, total: int) -> bool:
+    return made & (made - 1) == 0 or made == total
