@@ -243,6 +243,22 @@ def test_a_matrix_is_the_mean_over_seeds_and_joint_training_has_one_row():
     assert [text for ahead, text in cells if ahead] == ["20"]
 
 
+@pytest.mark.parametrize(
+    "accuracies",
+    [
+        [[[0.9]]],  # a single task: nothing in turn
+        [[[0.9, 0.98]]],  # joint training alone
+        [[[1.0, 0.1], [1.0, 1.0]], [[1.0, 0.1], [0.9, 0.9]], [[1.0, 0.1], [1.0, 1.0]]],  # a band beyond 100 %
+        [[[0.0, 0.0], [0.0, 0.0]]],  # nothing learned
+        [[[0.9, 0.1], [0.8, 0.9]], [[0.8, 0.9]]],  # runs of one method that differ in their stages
+    ],
+)
+def test_the_pictures_stand_odd_runs_without_a_warning(accuracies):
+    results = [result("EWC", seed, table, learning_seconds=[1.0]) for seed, table in enumerate(accuracies)]
+    page = bench_page(results)
+    assert page.count('role="img"') == (3 if all(len(table) > 1 for table in accuracies) else 1)
+
+
 def saved(folder, results):
     folder.mkdir()
     for number, one in enumerate(results):

@@ -75,8 +75,11 @@ def stretched(axis: Any, accuracies: Sequence[float]) -> None:
 
     if sum(value > 80 for value in accuracies) * 2 <= len(accuracies):
         return
-    low, top = max(101 - 1.25 * (101 - axis.dataLim.ymin), 0), 101 - (101 - axis.dataLim.ymax) / 1.4
-    axis.set_yscale("function", functions=(lambda y: -numpy.log(101 - y), lambda z: 101 - numpy.exp(-z)))
+    lowest, highest = axis.dataLim.ymin, min(axis.dataLim.ymax, 100)
+    low, top = max(101 - 1.25 * (101 - lowest), 0), 101 - (101 - highest) / 1.4
+    # A band can reach beyond 100 %; the picture ends there.
+    there, back = lambda y: -numpy.log(numpy.maximum(101 - y, 0.1)), lambda z: 101 - numpy.exp(-z)
+    axis.set_yscale("function", functions=(there, back))
     axis.set_ylim(low, top)
     ticks = (0, 20, 40, 60, 70, 80, 85, 90, 92, 94, 95, 96, 97, 98, 99, 99.5)
     axis.set_yticks([tick for tick in ticks if low <= tick <= top])

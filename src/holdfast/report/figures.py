@@ -31,7 +31,10 @@ def forgetting(runs: Sequence[Run]) -> str:
 
 
 def curves(section: Section, marked: Mapping[str, Mark], name: str) -> str:
-    """The mean accuracy on the tasks so far, a line and a band for each method; one level for those not in turn."""
+    """The mean accuracy on the tasks so far, a line and a band for each method; one level for those not in turn.
+
+    Empty where nothing was learned in turn.
+    """
 
     def draw(figure: Any) -> None:
         axis = beside(figure)
@@ -61,6 +64,8 @@ def curves(section: Section, marked: Mapping[str, Mark], name: str) -> str:
         legend(axis, [(entry.name, marked[entry.label]) for entry in section.entries], lines=True)
 
     about = f"{section.title}: average accuracy on the tasks so far after each task learned, by method"
+    if not any(entry.in_turn for entry in section.entries):
+        return ""
     return picture(draw, size(len(section.entries)), about, name)
 
 

@@ -64,7 +64,7 @@ def _scatter(
     def draw(figure: Any) -> None:
         axis = beside(figure)
         if log:
-            axis.set_xscale("log")
+            _seconds(axis, points)
         for point in points:
             mark = marked[point.label]
             (x, dx), (y, dy) = point.x, point.y
@@ -73,9 +73,7 @@ def _scatter(
         axis.set_ylim(top=min(axis.get_ylim()[1], 101))
         stretched(axis, [point.y[0] for point in points])
         plain(axis, xlabel, ylabel)
-        if log:
-            _seconds(axis)
-        else:
+        if not log:
             _forgotten(axis, [point.x[0] for point in points])
         legend(axis, [(point.name, marked[point.label]) for point in points], lines=False)
         _name(axis, points)
@@ -96,11 +94,14 @@ def _forgotten(axis: Any, values: Sequence[float]) -> None:
     axis.minorticks_off()
 
 
-def _seconds(axis: Any) -> None:
-    """Seconds as people write them, and enough of them where the axis spans less than a decade."""
+def _seconds(axis: Any, points: Sequence[_Point]) -> None:
+    """A logarithmic axis: seconds as people write them, and enough of them where it spans about a decade."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-    low, high = axis.get_xlim()
+    low, high = min(p.x[0] - p.x[1] for p in points), max(p.x[0] + p.x[1] for p in points)
+    room = max((high / low) ** 0.12, 1.6)
+    axis.set_xscale("log")
+    axis.set_xlim(low / room, high * room)
     few = high / low < 30
     axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if few else (1,)))
     axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.6g}"))

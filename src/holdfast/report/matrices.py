@@ -29,8 +29,8 @@ class Matrix:
         return len(self.rows) > 1
 
     def ink(self, value: float) -> float:
-        """How dark a cell is: by the cube, because it is among the high ones that methods differ."""
-        return round(_FULL * (value / 100) ** 3, 2)
+        """How dark a cell is: by the square, because it is among the high ones that methods differ."""
+        return round(_FULL * (value / 100) ** 2, 2)
 
 
 def matrix(title: str, runs: Sequence[Run]) -> Matrix:
@@ -46,8 +46,9 @@ def _png(rows: Sequence[Sequence[float]]) -> str:
     import numpy
     from matplotlib.image import imsave
 
-    share = _FULL * (numpy.asarray(rows)[..., None] / 100) ** 3
+    share = _FULL * (numpy.asarray(rows)[..., None] / 100) ** 2
     ahead = numpy.triu(numpy.ones((len(rows), len(rows[0])), dtype=bool), 1)[..., None] & (len(rows) > 1)
+    share = numpy.where(ahead, 0.08 + share, share)  # never white: it has to be seen that its turn has not come
     ink = numpy.where(ahead, _AHEAD, _LEARNED)
     nameless: dict[str, Any] = {"Software": None}  # the same runs, the same bytes, whatever matplotlib's version
     buffer = io.BytesIO()
