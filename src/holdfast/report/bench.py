@@ -1,0 +1,112 @@
+"""The bench's page, and the command that writes it."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from ..bench.results import Result, collected
+from ..errors import ArgumentError, DataError
+from .canvas import Mark, marks
+from .figures import curves
+from .fronts import front, timing
+from .matrices import matrix
+from .page import rendered
+from .sections import Section, distinct, sections
+from .tables import comparisons, leaderboard, tables
+from .texts import csv as as_csv
+from .texts import markdown as as_markdown
+
+_SHOWN = 8  # values of a fact; of more, how many there are
+_NAMES = {"version": "holdfast", "command": "command", "device": "device", "torch": "torch"}
+
+
+def bench_page(
+    results: Sequence[Result], *, title: str = "What is kept, what it costs", left_out: Sequence[str] = ()
+) -> str:
+    """One HTML text with everything in it; `left_out` says what else was found and could not be read."""
+    found = sections(results)
+    if not found:
+        raise DataError(
+            f"There are only validation runs here ({len(results)}), made to choose a strength: nothing was judged on "
+            "test data. Run the bench to its end first."
+        )
+    marked = marks(entry.label for section in found for entry in section.entries)
+    runs = [one for section in found for one in section.results]
+    facts = [*_facts(runs), *([("left out", list(left_out))] if left_out else [])]
+    parts = [_part(section, marked, f"p{number}") for number, section in enumerate(found, 1)]
+    return rendered("bench.html", title=title, count=len(runs), facts=facts, parts=parts)
+
+
+def report_command(results: Path, out: Path, markdown: Path | None = None, csv: Path | None = None) -> None:
+    """Read a folder of results, and write the page, and the tables as Markdown and CSV if asked for."""
+    targets = [path for path in (out, markdown, csv) if path is not None]
+    if len({path.resolve() for path in targets}) < len(targets):
+        raise ArgumentError("The page, the Markdown and the CSV need a file each: two of them have the same name.")
+    for path in targets:  # before the work, not after it
+        if not path.resolve().parent.is_dir():
+            raise ArgumentError(f"{path} could not be written: its folder does not exist.")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = collected(results)
+    left_out = [str(warning.message) for warning in caught]
+    for line in left_out:
+        print(line, file=sys.stderr)
+    _write(out, bench_page(found, left_out=left_out))
+    if markdown is not None:
+        _write(markdown, as_markdown(tables(found)))
+    if csv is not None:
+        _write(csv, as_csv(found))
+
+
+def _part(section: Section, marked: Mapping[str, Mark], name: str) -> dict[str, object]:
+    figures = [
+        (
+            curves(section, marked, f"{name}-curves"),
+            "Over the tasks",
+            "Mean over seeds; the bands are one standard deviation. A level line: learned all at once. Strength 1 "
+            "where none is told. Where most methods are above 80 %, axes are stretched towards 100.",
+        ),
+        (
+            front(section, marked, f"{name}-front"),
+            "What is forgotten against what is learned",
+            "Up and to the left is better: it learns the new and keeps the old. Bars are one standard deviation.",
+        ),
+        (
+            timing(section, marked, f"{name}-timing"),
+            "What it costs against what is known",
+            "All seconds of learning and remembering, on a logarithmic axis. Bars are one standard deviation.",
+        ),
+    ]
+    return {
+        "section": section,
+        "board": leaderboard(section),
+        "versus": comparisons(section),
+        "figures": [figure for figure in figures if figure[0]],
+        "known": [matrix(entry.name, entry.runs) for entry in section.entries],
+    }
+
+
+def _facts(results: Sequence[Result]) -> list[tuple[str, list[str]]]:
+    """What was run, with what, on what, when: everything the results tell of their making."""
+    names = dict.fromkeys([*_NAMES, *(name for one in results for name in one.made)])
+    facts = []
+    for name in names:
+        values = distinct(one.made.get(name) for one in results)
+        if name == "date" and len(values) > 1:
+            values = [f"{values[0]} to {values[-1]}"]
+        if len(values) > _SHOWN:
+            values = [*values[:_SHOWN], f"and {len(values) - _SHOWN} more"]
+        if values:
+            facts.append((_NAMES.get(name, name.replace("_", " ")), values))
+    seeds = sorted({one.run.seed for one in results})
+    return [*facts, ("seeds", [", ".join(map(str, seeds))])]
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8", newline="")
+    except OSError as error:
+        raise ArgumentError(f"{path} could not be written: {error}") from error

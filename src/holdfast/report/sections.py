@@ -1,0 +1,153 @@
+"""Results sorted for reading: a section for each protocol, an entry for each method at each strength."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..bench.measures import Run
+from ..bench.results import Result, grouped
+
+# What of a job may differ between the runs of one entry, or is shown elsewhere.
+_OWN = ("protocol", "method", "strength", "seed", "validating", "chosen", "description")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One method at one strength: a result for each seed, and what the strength was chosen on, if it was chosen."""
+
+    method: str
+    strength: float | None
+    chosen_on: str
+    results: tuple[Result, ...]
+
+    @property
+    def label(self) -> str:
+        """The method and its strength, where it has one and its name does not say it."""
+        said = "" if self.strength is None else f"strength {self.strength:g}"
+        told = said and not self.method.endswith(said)
+        return self.method + (f", {said}" if told else "") + (" (chosen)" if self.chosen_on else "")
+
+    @property
+    def name(self) -> str:
+        """The label for a picture, where room is dear: strength 1 is what is meant when none is told."""
+        return self.method if self.strength == 1 and not self.chosen_on else self.label
+
+    @property
+    def runs(self) -> list[Run]:
+        return [one.run for one in self.results]
+
+    @property
+    def seeds(self) -> list[int]:
+        return [one.run.seed for one in self.results]
+
+    @property
+    def average(self) -> float:
+        """The mean over seeds of the average accuracy."""
+        return statistics.fmean(run.average for run in self.runs)
+
+    @property
+    def in_turn(self) -> bool:
+        return all(run.in_turn for run in self.runs)
+
+    @property
+    def keeps_data(self) -> bool:
+        """Whether it may look at old data, as joint training does: no rival of those that may not."""
+        joint = self.method.lower().startswith("joint") or not self.in_turn
+        return bool(self.results[0].job.get("keeps_data", joint))
+
+
+@dataclass(frozen=True)
+class Section:
+    """A protocol with its entries, the best first, and what a reader should know before comparing them."""
+
+    protocol: str
+    title: str
+    tasks: int
+    description: str
+    entries: tuple[Entry, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def results(self) -> list[Result]:
+        return [one for entry in self.entries for one in entry.results]
+
+    @property
+    def settings(self) -> list[tuple[str, str]]:
+        """What all its jobs have in common: the protocol in its numbers."""
+        jobs = [one.job for one in self.results]
+        common = [k for k in jobs[0] if k not in _OWN and all(k in job and job[k] == jobs[0][k] for job in jobs)]
+        return [(name.replace("_", " "), _plain(jobs[0][name])) for name in common]
+
+
+def sections(results: Sequence[Result]) -> list[Section]:
+    """The results judged on test data, by protocol; one run with different numbers of tasks is several protocols."""
+    found = []
+    for protocol, group in grouped(list(results)):
+        sizes = sorted({_tasks(one) for one in group})
+        for size in sizes:
+            title = protocol if len(sizes) == 1 else f"{protocol}, {size} tasks"
+            found.append(_section(protocol, title, size, [one for one in group if _tasks(one) == size]))
+    return found
+
+
+def _section(protocol: str, title: str, tasks: int, results: list[Result]) -> Section:
+    # One run for a seed: the newest. Counting a seed twice would make the spread look smaller than it is.
+    latest: dict[tuple[str, float | None, str], dict[int, Result]] = {}
+    for one in sorted(results, key=lambda one: str(one.made.get("date", ""))):
+        latest.setdefault((one.run.method, one.strength, _chosen_on(one)), {})[one.run.seed] = one
+    entries = [Entry(*key, tuple(by_seed[seed] for seed in sorted(by_seed))) for key, by_seed in latest.items()]
+    entries.sort(key=lambda entry: (-entry.average, entry.label))
+    kept = [one for entry in entries for one in entry.results]
+    description = next((str(one.job["description"]) for one in kept if one.job.get("description")), "")
+    notes = _notes(entries, kept, len(results) - len(kept))
+    return Section(protocol, title, tasks, description, tuple(entries), tuple(notes))
+
+
+def _notes(entries: Sequence[Entry], kept: Sequence[Result], older: int) -> list[str]:
+    notes = []
+    for what, name in (("versions of the code", "version"), ("devices", "device")):
+        values = distinct(one.made.get(name) for one in kept)
+        if len(values) > 1:
+            notes.append(f"These runs were made with different {what}: {', '.join(values)}.")
+    if len({tuple(entry.seeds) for entry in entries}) > 1:
+        notes.append(
+            "Not every method has run on the same seeds: a mean is over the seeds its method has, and the paired "
+            "comparisons are over those that two methods share."
+        )
+    mixed = [(entry.label, names) for entry in entries if (names := _differing([one.job for one in entry.results]))]
+    for label, names in mixed:
+        notes.append(f"The runs of {label} differ in more than the seed: {', '.join(names)}.")
+    if older:
+        runs = "1 older run" if older == 1 else f"{older} older runs"
+        notes.append(f"{runs} of the same method, strength and seed left out: the newest counts.")
+    return notes
+
+
+def distinct(values: Iterable[object]) -> list[str]:
+    """What is there, once each and in order; nothing counts for nothing."""
+    return sorted({_plain(value) for value in values if value not in (None, "")})
+
+
+def _differing(jobs: Sequence[Mapping[str, Any]]) -> list[str]:
+    names = sorted({name for job in jobs for name in job} - set(_OWN))
+    return [name for name in names if any(job.get(name) != jobs[0].get(name) for job in jobs)]
+
+
+def _tasks(result: Result) -> int:
+    return len(result.run.accuracy[-1])
+
+
+def _chosen_on(result: Result) -> str:
+    found = result.made.get("strength_chosen_on") or result.job.get("chosen")
+    return (found if isinstance(found, str) else "validation data") if found else ""
+
+
+def _plain(value: object) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {_plain(part)}" for name, part in value.items())
+    if isinstance(value, (list, tuple)):
+        return ", ".join(map(_plain, value))
+    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,186 @@
+"""The tables of a report as plain data: what a cell shows, and what it is sorted by."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ..bench.measures import Run, paired, spread
+from ..bench.published import Published, published
+from ..bench.results import Result
+from .sections import Entry, Section, sections
+
+DASH = "–"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A text, and the number or word it is sorted by. NaN, where there is nothing to sort by, comes last."""
+
+    text: str
+    sort: float | str
+
+
+@dataclass(frozen=True)
+class Row:
+    """Cells under the headings; `published` where others measured it."""
+
+    cells: tuple[Cell, ...]
+    published: bool = False
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of one protocol. `best_first` is the column in whose falling order the rows come."""
+
+    protocol: str
+    title: str
+    headings: tuple[str, ...]
+    rows: tuple[Row, ...]
+    notes: tuple[str, ...] = ()
+    best_first: int | None = None
+
+    def numeric(self, column: int) -> bool:
+        """Whether a column is one of numbers."""
+        return all(isinstance(row.cells[column].sort, float) for row in self.rows)
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A number of a run: its heading and its unit, its raw name, and how many digits it is worth."""
+
+    heading: str
+    name: str
+    value: Callable[[Run], float]
+    scale: float = 1.0
+    digits: int | None = None
+
+    def cell(self, runs: Sequence[Run]) -> Cell:
+        """Mean ± standard deviation over the runs; of a single one, the number alone."""
+        values = [self.scale * self.value(run) for run in runs]
+        if any(map(math.isnan, values)):
+            return Cell(DASH, math.nan)
+        if any(map(math.isinf, values)):
+            return Cell("∞", math.inf)
+        mean, deviation = spread(values)
+        digits = _digits(mean) if self.digits is None else self.digits
+        alone = len(values) == 1 or (deviation == 0 and self.digits is None)  # a size is what it is, in every run
+        return Cell(shown(mean, digits) + ("" if alone else f" ± {shown(deviation, digits)}"), mean)
+
+
+MEASURES: tuple[Measure, ...] = (
+    Measure("average, %", "average", lambda run: run.average, 100, 2),
+    Measure("forgotten, points", "forgetting", lambda run: run.forgetting, 100, 2),
+    Measure("each when new, %", "newest", lambda run: run.newest, 100, 2),
+    Measure("backward transfer, points", "backward", lambda run: run.backward, 100, 2),
+    Measure("forward transfer, points", "forward", lambda run: run.forward, 100, 2),
+    Measure("stability gap, points", "gap", lambda run: run.gap, 100, 2),
+    Measure("nll, nats", "nll", lambda run: run.average_nll, 1, 3),
+    Measure("learning, s", "learning_seconds", lambda run: _total(run.learning_seconds)),
+    Measure("remembering, s", "remembering_seconds", lambda run: _total(run.remembering_seconds)),
+    Measure("kept, MB", "kept_bytes", lambda run: run.kept_bytes[-1] if run.kept_bytes else math.nan, 1e-6),
+    Measure("peak in learning, MB", "learning_bytes", lambda run: _most(run.learning_bytes), 1e-6),
+    Measure("peak in remembering, MB", "remembering_bytes", lambda run: _most(run.remembering_bytes), 1e-6),
+)
+
+
+def tables(results: Sequence[Result]) -> list[Table]:
+    """For each protocol the leaderboard, and the paired comparisons where there are any."""
+    found = []
+    for section in sections(results):
+        found += [leaderboard(section), *([versus] if (versus := comparisons(section)) else [])]
+    return found
+
+
+def leaderboard(section: Section) -> Table:
+    """Every method by its average accuracy, ours and the published ones, the best first."""
+    rows = [*(_measured(entry) for entry in section.entries), *map(_published, published(section.protocol))]
+    average = 3
+    rows.sort(key=lambda row: -float(row.cells[average].sort))
+    return Table(
+        section.title,
+        "Leaderboard",
+        ("method", "strength", "seeds", *(measure.heading for measure in MEASURES), "source"),
+        tuple(rows),
+        section.notes,
+        best_first=average,
+    )
+
+
+def comparisons(section: Section) -> Table | None:
+    """Every method against the best one that keeps no data, seed by seed; nothing where there is no other."""
+    rivals = [entry for entry in section.entries if not entry.keeps_data]
+    # One lucky seed makes no yardstick, if there are methods with more.
+    rivals = [entry for entry in rivals if len(entry.seeds) > 1] or rivals
+    if not rivals:
+        return None
+    best = rivals[0]
+    rows = [row for entry in section.entries if entry is not best and (row := _against(entry, best))]
+    if not rows:
+        return None
+    return Table(
+        section.title,
+        f"Compared with {best.label}, seed by seed",
+        ("method", "shared seeds", "difference, points", "beyond chance"),
+        tuple(sorted(rows, key=lambda row: -float(row.cells[2].sort))),
+        (
+            f"{best.label} has the best average accuracy of the methods that keep no data. Difference: the mean over "
+            "shared seeds, ± its standard error. Beyond chance: Student's t at 5 %, each comparison for itself, so one "
+            "in twenty is beyond it by chance.",
+        ),
+        best_first=2,
+    )
+
+
+def shown(number: float, digits: int) -> str:
+    """A number for reading: a true minus sign, thousands apart, and no minus before a zero."""
+    return f"{number:z,.{digits}f}".replace("-", "−")
+
+
+def _measured(entry: Entry) -> Row:
+    count = len(entry.seeds)
+    chosen = f", chosen on {entry.chosen_on}" if entry.chosen_on else ""
+    strength = Cell(DASH, math.nan) if entry.strength is None else Cell(f"{entry.strength:g}{chosen}", entry.strength)
+    numbers = [measure.cell(entry.runs) for measure in MEASURES]
+    return Row((_word(entry.method), strength, _count(count), *numbers, _word("measured")))
+
+
+def _published(one: Published) -> Row:
+    dash = Cell(DASH, math.nan)
+    strength = Cell("chosen on test data", math.nan) if one.chosen_on_test else dash
+    source = f"{one.source}; {one.note}" if one.note else one.source
+    average = Cell(shown(one.accuracy, 1), one.accuracy)
+    rest = [dash] * (len(MEASURES) - 1)
+    return Row((_word(f"{one.method} (published)"), strength, dash, average, *rest, _word(source)), published=True)
+
+
+def _against(entry: Entry, best: Entry) -> Row | None:
+    found = paired(entry.runs, best.runs)
+    if found is None:
+        return None
+    difference, error = 100 * found.difference, 100 * found.error
+    text = shown(difference, 2) + (f" ± {shown(error, 2)}" if found.seeds > 1 else "")
+    verdict = ("better" if difference > 0 else "worse") if found.clear else "not clear"
+    return Row((_word(entry.label), _count(found.seeds), Cell(text, difference), _word(verdict)))
+
+
+def _word(text: str) -> Cell:
+    return Cell(text, text.casefold())
+
+
+def _count(seeds: int) -> Cell:
+    return Cell("1 seed" if seeds == 1 else str(seeds), float(seeds))
+
+
+def _digits(amount: float) -> int:
+    """Of seconds and megabytes, about three digits that count."""
+    return next((digits for below, digits in ((0.1, 4), (10, 2), (100, 1)) if 0 < abs(amount) < below), 0)
+
+
+def _most(amounts: Sequence[float]) -> float:
+    return max(amounts, default=0) or math.nan  # 0: nothing told
+
+
+def _total(amounts: Sequence[float]) -> float:
+    return math.fsum(amounts) if amounts else math.nan

@@ -1,0 +1,331 @@
+"""The bench's report: the numbers in its tables, what a hostile name can do to it, and what a reader's browser does."""
+
+import csv as csv_module
+import io
+import math
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+
+import pytest
+
+from holdfast.bench.measures import Run
+from holdfast.bench.results import Result, write
+from holdfast.errors import ArgumentError, DataError
+from holdfast.report import bench_page, csv, markdown, report_command, tables
+
+MADE = {"version": "1.0", "device": "cpu", "torch": "2.13", "date": "2026-01-01", "command": "holdfast bench"}
+HOSTILE = ["<script>alert(1)</script>", "=1+1|x", "$\\frac$", "_hidden", "two\nlines", 'a" onclick="x', '漢字 id="q']
+
+
+def result(method, seed, accuracy, *, strength=None, protocol="toy", made=None, validating=False, job=None, **run):
+    config = {"protocol": protocol, "method": method, "strength": strength, "seed": seed, "validating": validating}
+    return Result({**config, **(job or {})}, Run(method, seed, accuracy, **run), {**MADE, **(made or {})})
+
+
+def measured(seed, accuracy, *, nll, seconds):
+    return result(
+        "EWC", seed, accuracy, strength=1.0, nll=[[1.0, 1.0], nll], untrained=[0.1, 0.05], lowest=[None, 0.6],
+        learning_seconds=seconds, remembering_seconds=[0.0, 0.5], kept_bytes=[1_000_000, 2_000_000],
+        learning_bytes=[500_000_000, 400_000_000],
+    )  # fmt: skip
+
+
+@pytest.fixture
+def toy():
+    """A method on two seeds with everything measured, one on three, one on one, and joint training in one stage."""
+    return [
+        measured(0, [[0.9, 0.1], [0.7, 0.8]], nll=[0.2, 0.4], seconds=[1.0, 2.0]),
+        measured(1, [[0.8, 0.1], [0.8, 0.9]], nll=[0.4, 0.6], seconds=[1.0, 4.0]),
+        *(result("fine-tuning", seed, [[0.9, 0.1], [0.3, 0.9]]) for seed in range(3)),
+        result("SI", 7, [[0.9, 0.1], [0.5, 0.9]], strength=1.0),
+        *(result("joint", seed, [[0.9, 0.98]]) for seed in range(2)),
+        *(result("EWC", seed, [[0.9, 0.1], [0.6, 0.8]], strength=10.0, job={"chosen": True}) for seed in range(2)),
+    ]
+
+
+class Reader(HTMLParser):
+    """What a browser makes of a page: its tags, the names of their attributes, its texts."""
+
+    def __init__(self):
+        HTMLParser.__init__(self)
+        self.tags, self.attributes, self.texts = [], set(), []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes |= {name for name, _ in attrs}
+
+    def handle_data(self, data):
+        self.texts.append(data)
+
+
+def by_first(table):
+    return {row.cells[0].text: dict(zip(table.headings, row.cells, strict=True)) for row in reversed(table.rows)}
+
+
+def test_the_leaderboard_shows_the_numbers_computed_by_hand(toy):
+    board, _ = tables(toy)
+    row = by_first(board)["EWC"]
+    assert {heading: cell.text for heading, cell in row.items()} == {
+        "method": "EWC",
+        "strength": "1",
+        "seeds": "2",
+        "average, %": "80.00 ± 7.07",
+        "forgotten, points": "10.00 ± 14.14",
+        "each when new, %": "85.00 ± 0.00",
+        "backward transfer, points": "−10.00 ± 14.14",
+        "forward transfer, points": "5.00 ± 0.00",
+        "stability gap, points": "15.00 ± 7.07",
+        "nll, nats": "0.400 ± 0.141",
+        "learning, s": "4.00 ± 1.41",
+        "remembering, s": "0.50",
+        "kept, MB": "2.00",
+        "peak in learning, MB": "500",
+        "peak in remembering, MB": "–",
+        "source": "measured",
+    }
+    assert row["average, %"].sort == pytest.approx(80)
+    assert row["backward transfer, points"].sort == pytest.approx(-10)
+    assert math.isnan(row["peak in remembering, MB"].sort)
+
+
+def test_rows_come_best_first_and_each_strength_has_its_own(toy):
+    board, _ = tables(toy)
+    assert [(row.cells[0].text, row.cells[1].text) for row in board.rows] == [
+        ("joint", "–"),
+        ("EWC", "1"),
+        ("EWC", "10, chosen on validation data"),
+        ("SI", "1"),
+        ("fine-tuning", "–"),
+    ]
+    assert board.headings[board.best_first] == "average, %"
+    one = by_first(board)["SI"]
+    assert (one["seeds"].text, one["average, %"].text) == ("1 seed", "70.00")
+    assert by_first(board)["joint"]["forgotten, points"].text == "–"
+
+
+def test_comparisons_are_seed_by_seed_with_the_best_that_keeps_no_data(toy):
+    _, versus = tables(toy)
+    assert versus.title == "Compared with EWC, strength 1, seed by seed"
+    found = {row.cells[0].text: tuple(cell.text for cell in row.cells[1:]) for row in versus.rows}
+    # joint − EWC: 0.94 − (0.75, 0.85) = (0.19, 0.09): mean 0.14, standard error 0.0707/√2.
+    # SI shares no seed with it, and is left out.
+    assert found == {
+        "joint": ("2", "14.00 ± 5.00", "not clear"),
+        "EWC, strength 10 (chosen)": ("2", "−10.00 ± 5.00", "not clear"),
+        "fine-tuning": ("2", "−20.00 ± 5.00", "not clear"),
+    }
+
+
+def test_a_difference_that_every_seed_shows_is_clear():
+    good = [result("good", seed, [[0.9, 0.1], [0.9, 0.80 + 0.01 * seed]]) for seed in range(3)]
+    poor = [result("poor", seed, [[0.9, 0.1], [0.7, 0.81 + 0.01 * seed]]) for seed in range(3)]
+    _, versus = tables(good + poor)
+    assert [cell.text for cell in versus.rows[0].cells] == ["poor", "3", "−9.50 ± 0.00", "worse"]
+
+
+def test_what_a_reader_must_know_is_said_under_the_table(toy):
+    board, _ = tables([*toy, result("MAS", 0, [[0.9, 0.1], [0.5, 0.9]], made={"version": "0.9", "device": "cuda"})])
+    said = " ".join(board.notes)
+    assert "different versions of the code: 0.9, 1.0." in said
+    assert "different devices: cpu, cuda." in said
+    assert "Not every method has run on the same seeds" in said
+
+
+def test_a_seed_counts_once_and_the_newest_run_of_it():
+    old = result("EWC", 0, [[0.5, 0.1], [0.5, 0.5]], made={"date": "2025-01-01"})
+    new = result("EWC", 0, [[0.9, 0.1], [0.8, 0.8]], job={"epochs": 2})
+    other = result("EWC", 1, [[0.9, 0.1], [0.8, 0.8]], job={"epochs": 1})
+    (board,) = tables([new, old, other])
+    assert board.rows[0].cells[3].text == "80.00 ± 0.00"
+    assert any("1 older run" in note for note in board.notes)
+    assert "The runs of EWC differ in more than the seed: epochs." in board.notes
+
+
+def test_published_numbers_stand_among_ours_and_say_what_they_were_chosen_on():
+    (board,) = tables([result("EWC", 0, [[0.9, 0.1], [0.8, 0.9]], protocol="vcl")])
+    assert [row.cells[0].text for row in board.rows] == [
+        "improved VCL (published)", "VCL (published)", "SI (published)", "EWC", "EWC (published)",
+    ]  # fmt: skip
+    ewc = board.rows[-1]
+    assert ewc.published
+    assert (ewc.cells[1].text, ewc.cells[3].text) == ("chosen on test data", "84.0")
+    assert "Nguyen" in ewc.cells[-1].text
+    assert "800 epochs" in board.rows[0].cells[-1].text
+
+
+def test_a_diverged_likelihood_is_shown_as_such():
+    board, *_ = tables([result("EWC", seed, [[0.9, 0.1], [0.8, 0.9]], nll=[[1.0, math.inf]]) for seed in range(2)])
+    assert by_first(board)["EWC"]["nll, nats"].text == "∞"
+
+
+def test_numbers_of_tasks_that_differ_are_told_apart():
+    results = [
+        result("EWC", 0, [[0.9, 0.1], [0.8, 0.9]]),
+        result("EWC", 0, [[0.9, 0.1, 0.1], [0.8, 0.9, 0.1], [0.8, 0.8, 0.9]]),
+    ]
+    assert [table.protocol for table in tables(results)] == ["toy, 2 tasks", "toy, 3 tasks"]
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_no_name_breaks_out_of_the_page_the_markdown_or_the_csv(name):
+    results = [
+        result(name, seed, [[0.9, 0.1], [0.8, 0.9]], protocol=name, job={"description": name}) for seed in (0, 1)
+    ]
+    results += [result("EWC", seed, [[0.9, 0.1], [0.8, 0.8]], protocol=name, strength=1.0) for seed in (0, 1)]
+    page = bench_page(results)
+    reader = Reader()
+    reader.feed(page)
+    assert reader.tags.count("script") == 1
+    assert "onclick" not in reader.attributes
+    assert " ".join(name.split()) in " ".join(" ".join(reader.texts).split())
+
+    lines = markdown(tables(results)).splitlines()
+    assert not any("<script" in line for line in lines)
+    grid = [line for line in lines if line.startswith("|")]
+    assert {len(re.findall(r"(?<!\\)\|", line)) for line in grid} == {17, 5}  # the leaderboard's, the comparisons'
+
+    rows = list(csv_module.DictReader(io.StringIO(csv(results), newline="")))
+    assert rows[0]["method"] == (f"'{name}" if name.startswith("=") else name)
+    assert [row["seed"] for row in rows] == ["0", "1", "0", "1"]
+
+
+def test_the_csv_has_a_line_for_each_run_in_raw_numbers(toy):
+    rows = list(csv_module.DictReader(io.StringIO(csv(toy), newline="")))
+    assert len(rows) == len(toy)
+    (ewc,) = (row for row in rows if row["method"] == "EWC" and row["seed"] == "0" and row["strength"] == "1.0")
+    assert float(ewc["average"]) == pytest.approx(0.75)
+    assert float(ewc["backward"]) == pytest.approx(-0.2)
+    assert int(ewc["kept_bytes"]) == 2_000_000
+    assert (ewc["tasks"], ewc["version"], ewc["remembering_bytes"]) == ("2", "1.0", "")
+    (chosen,) = {row["strength_chosen_on"] for row in rows if row["strength"] == "10.0"}
+    assert chosen == "validation data"
+
+
+def test_the_markdown_aligns_numbers_and_keeps_underscores_inside_words():
+    text = markdown(tables([result("J_original _x_", 0, [[0.9, 0.1], [0.8, 0.9]], strength=1.0)]))
+    assert "| method | strength | seeds |" in text
+    assert "| --- | ---: | ---: |" in text
+    assert r"| J_original \_x\_ | 1 | 1 seed | 85.00 |" in text
+
+
+def test_the_page_needs_no_network_and_is_the_same_each_time(toy):
+    page = bench_page(toy, title="A & B")
+    fetched = re.findall(r"""(?:src|href)\s*=\s*["'](?!#|data:image/png)[^"']*|@import|url\((?!#)[^)]*""", page)
+    assert fetched == []
+    assert "<h1>A &amp; B</h1>" in page
+    ids = re.findall(r"""\sid="([^"]*)""", page)
+    assert len(ids) == len(set(ids))
+    used = re.findall(r"""(?:href="|url\()#([^")]*)""", page)
+    assert set(used) <= set(ids)
+    assert page == bench_page(toy, title="A & B")
+    assert page.count('role="img"') == 3
+    assert 'aria-sort="descending"' in page
+
+
+def test_fifty_tasks_are_pictures_and_not_thousands_of_cells():
+    def table(drop):
+        return [[0.97 - drop * (i - j) if j <= i else 0.1 for j in range(50)] for i in range(50)]
+
+    results = [result(f"method {k}", seed, table(k / 4000)) for k in range(20) for seed in range(2)]
+    page = bench_page(results)
+    assert page.count("data:image/png;base64,") == 20
+    assert len(page) < 800_000
+    assert "accuracy on each of 50 tasks after 50 stages; 97.0 % on average at the end" in page
+
+
+def test_a_matrix_is_the_mean_over_seeds_and_joint_training_has_one_row():
+    results = [result("EWC", 0, [[0.9, 0.1], [0.7, 0.8]]), result("EWC", 1, [[0.8, 0.3], [0.8, 0.9]])]
+    page = bench_page([*results, result("joint", 0, [[0.91, 0.97]])])
+    cells = re.findall(r"""<td( class="ahead")? style="--ink:[\d.]+">(\d+)</td>""", page)
+    assert [text for _, text in cells] == ["91", "97", "85", "20", "75", "85"]  # joint first: it is better
+    assert [text for ahead, text in cells if ahead] == ["20"]
+
+
+@pytest.mark.parametrize(
+    "accuracies",
+    [
+        [[[0.9]]],  # a single task: nothing in turn
+        [[[0.9, 0.98]]],  # joint training alone
+        [[[1.0, 0.1], [1.0, 1.0]], [[1.0, 0.1], [0.9, 0.9]], [[1.0, 0.1], [1.0, 1.0]]],  # a band beyond 100 %
+        [[[0.0, 0.0], [0.0, 0.0]]],  # nothing learned
+        [[[0.9, 0.1], [0.8, 0.9]], [[0.8, 0.9]]],  # runs of one method that differ in their stages
+    ],
+)
+def test_the_pictures_stand_odd_runs_without_a_warning(accuracies):
+    results = [result("EWC", seed, table, learning_seconds=[1.0]) for seed, table in enumerate(accuracies)]
+    page = bench_page(results)
+    assert page.count('role="img"') == (3 if all(len(table) > 1 for table in accuracies) else 1)
+
+
+def saved(folder, results):
+    folder.mkdir()
+    for number, one in enumerate(results):
+        write(folder / f"{number}.json", one)
+    return folder
+
+
+def test_the_command_writes_all_three_files_and_says_what_it_left_out(toy, tmp_path, capsys):
+    folder = saved(tmp_path / "results", toy)
+    (folder / "broken.json").write_text("{", encoding="utf-8")
+    page, text, lines = tmp_path / "page.html", tmp_path / "tables.md", tmp_path / "runs.csv"
+    report_command(folder, page, text, lines)
+    assert "broken.json" in capsys.readouterr().err
+    assert "broken.json" in page.read_text(encoding="utf-8")
+    assert text.read_text(encoding="utf-8") == markdown(tables(toy))
+    with open(lines, encoding="utf-8", newline="") as file:
+        assert len(list(csv_module.DictReader(file))) == len(toy)
+
+
+def test_what_is_wrong_is_one_line(toy, tmp_path):
+    page = tmp_path / "page.html"
+    with pytest.raises(ArgumentError, match="not a folder of results"):
+        report_command(tmp_path / "none", page)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match="has no results"):
+        report_command(tmp_path / "empty", page)
+    folder = saved(tmp_path / "results", toy)
+    with pytest.raises(ArgumentError, match="its folder does not exist"):
+        report_command(folder, tmp_path / "no" / "page.html")
+    with pytest.raises(ArgumentError, match="could not be written"):
+        report_command(folder, tmp_path / "empty")
+    with pytest.raises(ArgumentError, match="a file each"):
+        report_command(folder, page, page)
+    trial = saved(tmp_path / "trial", [result("EWC", 0, [[0.9, 0.1], [0.8, 0.9]], strength=1.0, validating=True)])
+    with pytest.raises(DataError, match="only validation runs here"):
+        report_command(trial, page)
+    assert not page.exists()
+
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
+def test_a_click_on_a_heading_sorts_with_dashes_last_both_ways(toy, tmp_path):
+    probe = """<script>
+      const table = document.querySelector("table.sortable");
+      const told = [];
+      for (const column of [4, 4, 0, 0]) {
+        const button = table.tHead.rows[0].cells[column].querySelector("button");
+        button.focus();
+        button.click();
+        const names = [...table.tBodies[0].rows].map((row) => row.cells[0].textContent);
+        told.push(button.parentNode.getAttribute("aria-sort") + ": " + names.join("; "));
+      }
+      document.body.innerHTML = "<pre>" + told.join("\\n") + "</pre>";
+    </script></body>"""
+    page = tmp_path / "page.html"
+    page.write_text(bench_page(toy).replace("</body>", probe), encoding="utf-8")
+    command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
+    found = subprocess.run(
+        [*command, "--dump-dom", page.as_uri()], capture_output=True, text=True, timeout=120, check=True
+    ).stdout
+    lines = re.search(r"<pre>(.*?)</pre>", found, re.S)[1].splitlines()
+    order = [line.split(": ")[1].split("; ") for line in lines]
+    assert [line.split(":")[0] for line in lines] == ["descending", "ascending", "ascending", "descending"]
+    # Forgotten, in points: fine-tuning 60, SI 40, EWC at strength 10 30, EWC at strength 1 10; joint has nothing.
+    assert order[0] == ["fine-tuning", "SI", "EWC", "EWC", "joint"]
+    assert order[1] == ["EWC", "EWC", "SI", "fine-tuning", "joint"]
+    assert order[2] == ["EWC", "EWC", "fine-tuning", "joint", "SI"]
+    assert order[3] == ["SI", "joint", "fine-tuning", "EWC", "EWC"]
