@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
+from .jobs import Job, chosen, execute
+from .measures import Run
 from .protocols import PROTOCOLS, Protocol
 
 STRENGTHS = (1.0, 10.0, 100.0, 1000.0)
-_COMPARED = ("fine-tuning", "frozen", "ewc", "ewc-original", "kronecker", "joint")
-_NAMES = {
-    "frozen": "frozen after task 1", "ewc": "EWC, J", "ewc-original": "EWC, J_original", "kronecker": "Kronecker",
-    "joint": "joint, all data kept",
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -20,8 +18,40 @@ class Digits:
 
     tasks: int = 5
     seeds: int = 3
-    epochs: int = 15
+    epochs: int = 10
 
     @property
     def protocol(self) -> Protocol:
+        """What is learned, and how."""
         return PROTOCOLS["digits"].changed(tasks=self.tasks, epochs=self.epochs)
+
+    @property
+    def rounds(self) -> int:
+        """How many stages are learned in all, for a progress bar."""
+        return (
+            len(STRENGTHS) * self.tasks + (6 * self.tasks + 1) * self.seeds
+        )  # one method less where strength 1 is chosen
+
+    def run(self, progress: Callable[[str], None] = lambda learned: None) -> tuple[float, list[Run]]:
+        """The strength chosen for the diagonal on validation data, and all runs. `progress` is told of each stage."""
+        seeds = range(self.seeds)
+        tried = [Job(self.protocol, "ewc", 0, each, validating=True) for each in STRENGTHS]
+        strength = chosen({job: self._made("choosing", job, progress) for job in tried}, lambda job: True)
+        compared = {
+            "fine-tuning": ("fine-tuning", 1.0),
+            "frozen after task 1": ("frozen", 1.0),
+            "EWC, J, strength 1": ("ewc", 1.0),
+            f"EWC, J, strength {strength:g}": ("ewc", strength),
+            f"EWC, J_original, {strength:g}": ("ewc-original", strength),
+            "Kronecker, strength 1": ("kronecker", 1.0),
+            "joint, all data kept": ("joint", 1.0),
+        }
+        return strength, [
+            self._made(name, Job(self.protocol, method, seed, each), progress)
+            for seed in seeds
+            for name, (method, each) in compared.items()
+        ]
+
+    def _made(self, name: str, job: Job, progress: Callable[[str], None]) -> Run:
+        made = execute(job, progress=lambda learned: progress(f"{name}: {learned}")).run
+        return replace(made, method=name)

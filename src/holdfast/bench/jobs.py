@@ -24,7 +24,7 @@ from .runner import run
 from .tasks import joined
 
 # What decides a run's numbers; how they are shown does not.
-_SHOWN_ONLY = ("report", "cli.py", "bench/published.py", "bench/grid.py", "bench/results.py", "bench/measures.py")
+_SHOWN_ONLY = ("report", "cli/", "bench/published.py", "bench/grid.py", "bench/results.py", "bench/measures.py")
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,9 @@ def grid(
     ]
 
 
-def execute(job: Job, device: str = "cpu", threads: int | None = None) -> Result:
+def execute(
+    job: Job, device: str = "cpu", threads: int | None = None, progress: Callable[[str], None] = lambda learned: None
+) -> Result:
     """Make the run. It needs nothing but the job: any process on any machine with the data can do it."""
     if threads is not None:
         torch.set_num_threads(threads)
@@ -96,7 +98,7 @@ def execute(job: Job, device: str = "cpu", threads: int | None = None) -> Result
     stages = [joined(tasks)] if job.method == JOINT else None
     made = run(
         method, tasks, lambda: job.protocol.model(tasks), _training(job), name=job.method, seed=job.seed, device=device,
-        stages=stages,
+        stages=stages, progress=progress,
     )  # fmt: skip
     return Result(job.config, made, machine(device, job.chosen))
 

@@ -103,8 +103,18 @@ class Run:
 
 
 def spread(values: Sequence[float]) -> tuple[float, float]:
-    """Mean and standard deviation over seeds."""
+    """Mean and standard deviation over seeds; not a number where one of them is none."""
+    if not all(map(math.isfinite, values)):
+        return math.nan, math.nan
     return statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else 0.0
+
+
+def percent(values: Sequence[float]) -> str:
+    """Shares as a mean in percent ± the standard deviation over seeds; a dash where there is nothing to tell."""
+    mean, deviation = spread([100 * value for value in values])
+    if math.isnan(mean):
+        return "–"
+    return f"{mean:.1f} ± {deviation:.1f}" if len(values) > 1 else f"{mean:.1f}"
 
 
 def by_method(runs: Sequence[Run]) -> dict[str, list[Run]]:

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..errors import ArgumentError
 from .tasks import Task
 from .training import Trainer, Training
 
@@ -88,7 +89,7 @@ def input_moments(model: nn.Module, task: Task, batch: int = 1000) -> dict[str, 
 
     def seen(name: str, layer: nn.Linear | nn.Conv2d, x: Tensor) -> None:
         if isinstance(layer, nn.Conv2d):
-            x = F.unfold(x, layer.kernel_size, layer.dilation, layer.padding, layer.stride).transpose(1, 2)
+            x = F.unfold(x, layer.kernel_size, layer.dilation, _pixels(layer.padding), layer.stride).transpose(1, 2)
         rows = x.flatten(0, -2)
         if layer.bias is not None:
             rows = torch.cat([rows, torch.ones_like(rows[:, :1])], 1)
@@ -96,7 +97,7 @@ def input_moments(model: nn.Module, task: Task, batch: int = 1000) -> dict[str, 
         counts[name] = counts.get(name, 0) + len(rows)
 
     hooks = [
-        layer.register_forward_pre_hook(lambda layer, args, name=name: seen(name, layer, args[0]))  # type: ignore[misc]
+        layer.register_forward_pre_hook(lambda layer, args, name=name: seen(name, layer, args[0]))
         for name, layer in _layers(model).items()
     ]
     try:
@@ -106,6 +107,12 @@ def input_moments(model: nn.Module, task: Task, batch: int = 1000) -> dict[str, 
         for hook in hooks:
             hook.remove()
     return {name: total / counts[name] for name, total in sums.items()}
+
+
+def _pixels(padding: str | tuple[int, ...]) -> tuple[int, ...]:
+    if isinstance(padding, str):
+        raise ArgumentError(f"a convolution padded {padding!r} is not projected: give its padding in pixels.")
+    return padding
 
 
 def _layers(model: nn.Module) -> dict[str, Any]:

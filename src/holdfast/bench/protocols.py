@@ -90,6 +90,7 @@ def _on(images: Images, device: str) -> Images:
     })  # fmt: skip
 
 
+_DIGITS = Training(epochs=10, batch_size=64, label_smoothing=0.1)
 _COSINE = Training(epochs=10, batch_size=256, schedule="cosine")
 _HSU = Training(epochs=4, batch_size=128)
 _CIFAR = Training(steps=2000, batch_size=256)
@@ -104,7 +105,7 @@ def _all() -> list[Protocol]:
     protocols = [
         Protocol(
             "digits", "scikit-learn's digits, 5 orders of their pixels: a quick look", "digits", "permuted", 5,
-            hidden=(128, 128), training=Training(epochs=15, batch_size=64, label_smoothing=0.1),
+            hidden=(128, 128), training=_DIGITS,
         ),
         Protocol(
             "vcl", "Nguyen et al. 2018: permuted MNIST, 10 tasks, 2×100; here 10 epochs with Adam 1e-3, cosine, batch "
@@ -156,7 +157,7 @@ def _all() -> list[Protocol]:
             Protocol(f"hsu-{form}", f"Hsu et al. 2018: split MNIST, 2×400, Adam 1e-3, 4 epochs of batch 128; {said}",
                      "mnist", form, 5, hidden=(400, 400), training=_HSU),
             Protocol(f"digits-{form}", f"scikit-learn's digits, two classes at a time; {said}", "digits", form, 5,
-                     hidden=(128, 128), training=Training(epochs=15, batch_size=64, label_smoothing=0.1)),
+                     hidden=(128, 128), training=_DIGITS),
             Protocol(f"fashion-{form}", f"Fashion-MNIST, two classes at a time, 2×400; {said}", "fashion-mnist", form,
                      5, hidden=(400, 400), training=_HSU),
             Protocol(f"cifar10-{form}", f"CIFAR-10, two classes at a time, 4 convolutions and 2 linear layers; {said}",

@@ -93,7 +93,9 @@ class Rotation:
             for group in optimizer.param_groups
             if any(id(parameter) in ids for parameter in group["params"])
         ]
-        other = [key for group in groups for key in group if group[key] != groups[0].get(key)]
+        first = groups[0]
+        # The very same value is not compared: a learning rate on a GPU would be waited for.
+        other = [k for group in groups for k in group if group[k] is not first.get(k) and group[k] != first.get(k)]
         if other:
             raise ArgumentError(
                 f"rotate=True turns {some(list(params))} into each other, and they are in parameter groups with "

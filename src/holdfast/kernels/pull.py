@@ -31,6 +31,8 @@ def add_pull_(grads: Tensors, params: Tensors, means: Tensors, entries: Tensors,
     """Add scale · entries ∘ (params − means) to the gradients; returns ½ Σ entries (params − means)²."""
     every = [tensor for role in (grads, params, means, entries) for tensor in role]
     fits = grads[0].is_cuda and grads[0].dtype in _DTYPES and has_triton()
+    # A recorded step would find the addresses of its own tensors in memory that is someone else's by then.
+    fits = fits and not torch.cuda.is_current_stream_capturing()
     if fits and all(tensor.is_contiguous() and tensor.numel() < 2**31 for tensor in every):
         from .triton_pull import pull
 

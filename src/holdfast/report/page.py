@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from importlib.resources import files
 
-from ..bench.measures import Run, by_method, spread
+from ..bench.measures import Run, by_method, percent
 from .figures import forgetting
 from .matrices import matrix
 
@@ -16,9 +16,9 @@ def page(runs: Sequence[Run], *, title: str, about: Sequence[str], facts: Sequen
     rows = [
         {
             "method": name,
-            "average": _percent([run.average for run in group]),
-            "forgetting": _percent([run.forgetting for run in group]),
-            "newest": _percent([run.newest for run in group]),
+            "average": percent([run.average for run in group]),
+            "forgetting": percent([run.forgetting for run in group]),
+            "newest": percent([run.newest for run in group]),
         }
         for name, group in methods.items()
     ]
@@ -38,8 +38,3 @@ def rendered(template: str, **values: object) -> str:
         loader=jinja2.FunctionLoader(lambda name: folder.joinpath(name).read_text(encoding="utf-8")),
     )
     return environment.get_template(template).render(**values)
-
-
-def _percent(values: Sequence[float]) -> str:
-    mean, deviation = spread([100 * value for value in values])
-    return f"{mean:.1f} ± {deviation:.1f}"
