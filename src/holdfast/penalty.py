@@ -120,7 +120,7 @@ class Quadratic:
         """Λδ and ½ δᵀΛδ at the parameters held. Its matrix products use a GPU's TF32, whose ten bits do for a pull."""
         if self._packed is not None and self._packed.takes(params.values()):
             with tensor_cores():
-                return self._packed.pull(params, self.posterior.mean)
+                return self._packed.pull(params)
         means = [self.posterior.mean[name] for name in params]
         if in_one_pass(list(params.values()), means) and means[0].dtype in (torch.float32, torch.float64):
             delta = dict(zip(params, torch._foreach_sub(list(params.values()), means), strict=True))
@@ -162,7 +162,11 @@ def add_scaled_(
     elif isinstance(scale, Tensor):
         torch._foreach_addcmul_(grads, pulls, [scale.to(grads[0].device)] * len(grads))
     else:
-        torch._foreach_add_(grads, pulls, alpha=scale)
+        # Views that are not in one piece would keep the others from going through few launches.
+        for whole in (True, False):
+            part = [pair for pair in zip(grads, pulls, strict=True) if pair[1].is_contiguous() == whole]
+            if part:
+                torch._foreach_add_(*map(list, zip(*part, strict=True)), alpha=scale)
 
 
 def _together(tensors: Sequence[Tensor]) -> bool:

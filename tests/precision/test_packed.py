@@ -88,29 +88,33 @@ def widened(precision):
     return precision
 
 
+@pytest.mark.parametrize("small", [0, 4, 2**14])
 @pytest.mark.parametrize("pad", [False, True])
 @pytest.mark.parametrize("structure", STRUCTURES)
-def test_it_is_the_product_layer_by_layer(structure, pad):
+def test_it_is_the_product_layer_by_layer(structure, pad, small, monkeypatch):
+    monkeypatch.setattr("holdfast.precision.packed._SMALL", small)
     precision, params, mean = STRUCTURES[structure](), random(3), random(4)
     delta = {name: params[name] - mean[name] for name in precision.shapes}
     expected, value = precision.matvec(delta), 0.5 * precision.quadratic(delta)
     one = packed(widened(precision) if pad else precision, mean)
     assert one.padded == pad
-    pulls, found = one.pull(params, mean)
+    pulls, found = one.pull(params)
     assert set(pulls) == set(expected)
     for name, pull in pulls.items():
         torch.testing.assert_close(pull, expected[name])
     torch.testing.assert_close(found, value)
 
 
-def test_parameters_laid_out_otherwise_and_narrower_ones_are_taken():
+@pytest.mark.parametrize("small", [0, 2**14])
+def test_parameters_laid_out_otherwise_and_narrower_ones_are_taken(small, monkeypatch):
+    monkeypatch.setattr("holdfast.precision.packed._SMALL", small)
     precision, params, mean = STRUCTURES["and a prior"](), random(3), random(4)
     params["conv"] = params["conv"].contiguous(memory_format=torch.channels_last)
     params["a"], params["table"] = params["a"].mT.contiguous().mT, params["table"].bfloat16()
     one = packed(precision, mean)
     assert one.takes(params.values())
     expected = precision.matvec({name: params[name].to(DTYPE) - mean[name] for name in SHAPES})
-    for name, pull in one.pull(params, mean)[0].items():
+    for name, pull in one.pull(params)[0].items():
         torch.testing.assert_close(pull, expected[name])
 
 
@@ -119,7 +123,7 @@ def test_a_long_sum_in_float32_keeps_its_digits():
     ones = (torch.ones(1, 600), torch.ones(1, 1000))
     mean = {"w": torch.zeros(600, 1000)}
     params = {"w": torch.rand(600, 1000, generator=torch.Generator().manual_seed(0)) + 1}
-    _, value = packed(Kronecker({layer: (Term(*ones, 1.0),)}), mean).pull(params, mean)
+    _, value = packed(Kronecker({layer: (Term(*ones, 1.0),)}), mean).pull(params)
     torch.testing.assert_close(value.double(), 0.5 * params["w"].double().square().sum(), rtol=2e-6, atol=0)
 
 

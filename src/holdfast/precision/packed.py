@@ -6,7 +6,7 @@ one after another, would cost more than the products.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -14,11 +14,15 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels import in_one_pass
-from .base import Precision, in_full_precision
+from .base import Precision, added, in_full_precision
 from .kronecker import Kronecker
 from .layers import Layer
 from .sum import Sum
 from .terms import Term
+
+# Up to so many entries, parameters of one shape are copied into one tensor and treated as one: each by itself would
+# take longer to start than to do.
+_SMALL = 2**14
 
 
 class Stack(NamedTuple):
@@ -28,25 +32,30 @@ class Stack(NamedTuple):
     strides: tuple[int, ...]
     start: int
 
+    def at(self, index: int) -> Stack:
+        """One of them, as a stack of one."""
+        return Stack((1, *self.shape[1:]), self.strides, self.start + index * self.strides[0])
 
-class Entries(NamedTuple):
-    """A parameter's part of a diagonal."""
 
-    name: str
-    values: Tensor
-    alone: bool  # nothing before it has a product for the parameter
+class Group(NamedTuple):
+    """Parameters of one shape, and what they are pulled to: one tensor of the means for small ones, or each its own."""
+
+    names: tuple[str, ...]
+    stack: Stack
+    means: Tensor | list[Tensor]
 
 
 @dataclass(frozen=True, eq=False)
 class Packed:
-    """Kronecker products of some layers plus diagonals, over one flat vector."""
+    """Kronecker products of some layers plus a diagonal, around a mean, over one flat vector."""
 
     size: int
     padded: bool  # whether matrices have columns that belong to no parameter
     like: Tensor  # of the device and dtype that all is in
-    params: dict[tuple[str, ...], Stack]
+    groups: list[Group]
     layers: dict[Stack, list[tuple[Term, ...]]]  # of the matrices
-    diagonals: tuple[Entries, ...]
+    more: list[tuple[Stack, Tensor]]  # the diagonal's entries in the layers
+    rest: list[tuple[Stack, Tensor]]  # and elsewhere
 
     def takes(self, params: Iterable[Tensor]) -> bool:
         """Whether parameters are plain tensors on its device, and of no wider dtype."""
@@ -58,29 +67,33 @@ class Packed:
         )
 
     @torch.no_grad()
-    def pull(self, params: Mapping[str, Tensor], mean: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Tensor]:
-        """Λδ and ½ δᵀΛδ for δ = params − mean. The parts of Λδ are views of one tensor."""
+    def pull(self, params: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Tensor]:
+        """Λδ and ½ δᵀΛδ for δ = params − mean. The parts of Λδ share memory."""
         # Columns that belong to no parameter meet zeros in A, and 0 · nan is nan.
         delta = self.like.new_zeros(self.size) if self.padded else self.like.new_empty(self.size)
         product = torch.empty_like(delta)
-        deltas, pulls = dict(self._named(delta)), dict(self._named(product))
-        for name, part in deltas.items():
-            torch.sub(params[name], mean[name], out=part)
+        for names, stack, means in self.groups:
+            place = delta.as_strided(*stack)
+            if isinstance(means, Tensor):
+                torch.sub(torch.stack([params[name] for name in names]), means, out=place)
+            else:
+                for name, mean, out in zip(names, means, place.unbind(), strict=True):
+                    torch.sub(params[name], mean, out=out)
         with in_full_precision(delta):
             for stack, layers in self.layers.items():
                 matrices, products = (flat.as_strided(*stack).unbind() for flat in (delta, product))
                 for matrix, terms, out in zip(matrices, layers, products, strict=True):
                     _sandwich(matrix, terms, out)
-        for name, values, alone in self.diagonals:
-            if alone:
-                torch.mul(deltas[name], values, out=pulls[name])
-            else:
-                pulls[name].addcmul_(deltas[name], values)
+        for stack, entries in self.more:
+            product.as_strided(*stack).addcmul_(delta.as_strided(*stack), entries)
+        for stack, entries in self.rest:
+            torch.mul(delta.as_strided(*stack), entries, out=product.as_strided(*stack))
+        pulls: dict[str, Tensor] = {}
+        for names, stack, means in self.groups:
+            found = product.as_strided(*stack)
+            # Small ones in one piece: then they are added to the gradients in one call.
+            pulls.update(zip(names, (found.contiguous() if isinstance(means, Tensor) else found).unbind(), strict=True))
         return pulls, 0.5 * _dot(delta, product)
-
-    def _named(self, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
-        for names, stack in self.params.items():
-            yield from zip(names, flat.as_strided(*stack).unbind(), strict=True)
 
 
 def packed(precision: Precision, mean: Mapping[str, Tensor]) -> Packed | None:
@@ -88,13 +101,14 @@ def packed(precision: Precision, mean: Mapping[str, Tensor]) -> Packed | None:
     terms = precision.terms if isinstance(precision, Sum) else (precision,)
     products = [term for term in terms if isinstance(term, Kronecker)]
     diagonals = [term.entrywise() for term in terms if not isinstance(term, Kronecker)]
+    entries = added(*(each for each in diagonals if each is not None))
     # Two Kronecker terms of one sum see a weight as different matrices: there is no one place for it.
     if len(products) != 1 or None in diagonals:
         return None
     tensors = [*precision.tensors.values(), *(mean[name] for name in precision.shapes)]
     if not in_one_pass(tensors) or tensors[0].dtype not in (torch.float32, torch.float64):
         return None
-    params: dict[tuple[str, ...], Stack] = {}
+    groups: list[Group] = []
     layers, size, padded = {}, 0, False
     for (kind, width), members in _alike(products[0]).items():
         matrix = torch.Size([kind.groups, kind.outputs, width])
@@ -104,24 +118,36 @@ def packed(precision: Precision, mean: Mapping[str, Tensor]) -> Packed | None:
         step = matrix.numel()
         for role, (shape, strides, start) in views.items():
             names = tuple(getattr(layer, role) for layer in members)
-            params[names] = Stack((len(names), *shape), (step, *strides), size + start)
+            groups.append(_group(names, Stack((len(names), *shape), (step, *strides), size + start), mean))
         place = Stack((len(members), *matrix), (step, width * kind.outputs, width, 1), size)
         layers[place] = list(members.values())
         size += len(members) * step
         padded |= width > kind.inputs
-    entries: list[Entries] = []
-    rest: dict[torch.Size, list[str]] = {}
-    known = {name for names in params for name in names}
-    for name, values in (each for diagonal in diagonals if diagonal is not None for each in diagonal.items()):
-        entries.append(Entries(name, values, name not in known))
-        if name not in known:
-            known.add(name)
-            rest.setdefault(values.shape, []).append(name)
-    for shape, others in rest.items():
+    more = [each for group in groups for each in _entries(group, entries)]
+    free: dict[torch.Size, list[str]] = {}
+    for name in (name for name in entries if name not in products[0].shapes):
+        free.setdefault(entries[name].shape, []).append(name)
+    rest = []
+    for shape, others in free.items():
         one = torch.empty(len(others), *shape, device="meta")
-        params[tuple(others)] = Stack(one.shape, one.stride(), size)
+        groups.append(_group(tuple(others), Stack(one.shape, one.stride(), size), mean))
+        rest += _entries(groups[-1], entries)
         size += one.numel()
-    return Packed(size, padded, tensors[0], params, layers, tuple(entries))
+    return Packed(size, padded, tensors[0], groups, layers, more, rest)
+
+
+def _group(names: tuple[str, ...], stack: Stack, mean: Mapping[str, Tensor]) -> Group:
+    means = [mean[name] for name in names]
+    return Group(names, stack, torch.stack(means) if means[0].numel() <= _SMALL else means)
+
+
+def _entries(group: Group, entries: Mapping[str, Tensor]) -> list[tuple[Stack, Tensor]]:
+    """The part of a diagonal that is a group's: at once where it is small, and all of it is there."""
+    if isinstance(group.means, Tensor) and all(name in entries for name in group.names):
+        return [(group.stack, torch.stack([entries[name] for name in group.names]))]
+    return [
+        (group.stack.at(index), entries[name].unsqueeze(0)) for index, name in enumerate(group.names) if name in entries
+    ]
 
 
 def _alike(kronecker: Kronecker) -> dict[tuple[Layer, int], dict[Layer, tuple[Term, ...]]]:
