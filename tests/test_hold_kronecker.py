@@ -6,6 +6,7 @@ from torch import nn
 
 import holdfast
 from cases import relu_mlp
+from holdfast import Diagonal
 from oracles import flat
 
 N = 24  # the new data
@@ -367,3 +368,101 @@ def test_a_flat_prior_has_nothing_to_turn_to():
     optimizer = torch.optim.SGD(model.parameters(), **SGD)
     with holdfast.hold(optimizer, model, holdfast.prior(model), num_data=N, rotate=True):
         steps(optimizer, model, x, y)
+
+
+class TestPull:
+    """What a step adds, against the penalty differentiated."""
+
+    @staticmethod
+    def moved(make=normed, dtype=torch.float64):
+        """Two tasks, the terms kept apart, over layers, a norm and a prior; away from the mean."""
+        model, posterior, x, y = start(make=make, dtype=dtype)
+        fisher = holdfast.kronecker_fisher(model, [(x, y)], holdfast.categorical)
+        posterior = holdfast.consolidate(posterior, model, fisher, exact=True)
+        prior = Diagonal({name: torch.full_like(mean, 0.3) for name, mean in posterior.mean.items()})
+        posterior = holdfast.Posterior(posterior.mean, posterior.precision + prior)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter += torch.randn_like(parameter)
+        return model, posterior
+
+    @staticmethod
+    def expected(model, posterior, scale):
+        params = dict(model.named_parameters())
+        value = holdfast.penalty(model, posterior)
+        grads = torch.autograd.grad(value, list(params.values()))
+        had = {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in params.items()}
+        return value.detach(), {name: had[name] + float(scale) * grad for name, grad in zip(params, grads, strict=True)}
+
+    @pytest.mark.parametrize("scale", [0.7, -0.7, torch.tensor(0.7)])
+    @pytest.mark.parametrize("make", [relu_mlp, normed])
+    def test_it_is_added_to_what_is_there(self, scale, make):
+        model, posterior = self.moved(make)
+        term = holdfast.Quadratic(posterior)
+        assert term._packed is not None
+        for index, parameter in enumerate(model.parameters()):
+            parameter.grad = torch.randn_like(parameter) if index % 2 else None
+        value, grads = self.expected(model, posterior, scale)
+        found = term.add_gradient_(model, scale, {id(parameter) for parameter in model.parameters()})
+        torch.testing.assert_close(found, value)
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(parameter.grad, grads[name])
+
+    def test_others_are_left_alone_and_count_in_the_pull(self):
+        model, posterior = self.moved()
+        _, grads = self.expected(model, posterior, 0.7)
+        ours = {id(model[0].weight), id(model[1].bias), id(model[3].bias)}
+        holdfast.Quadratic(posterior).add_gradient_(model, 0.7, ours)
+        for name, parameter in model.named_parameters():
+            if id(parameter) in ours:
+                torch.testing.assert_close(parameter.grad, grads[name])
+            else:
+                assert parameter.grad is None
+        assert holdfast.Quadratic(posterior).add_gradient_(model, 0.7, set()) > 0
+
+    def test_a_parameter_that_was_replaced_is_found(self):
+        model, posterior = self.moved()
+        term = holdfast.Quadratic(posterior)
+        term.add_gradient_(model, 0.7, {id(parameter) for parameter in model.parameters()})
+        model.zero_grad()
+        model[0].weight = nn.Parameter(model[0].weight.detach() + 1)
+        model[3] = nn.Linear(6, 3).double()
+        value, grads = self.expected(model, posterior, 0.7)
+        found = term.add_gradient_(model, 0.7, {id(parameter) for parameter in model.parameters()})
+        torch.testing.assert_close(found, value)
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(parameter.grad, grads[name])
+
+    @pytest.mark.parametrize("scale", [0.7, torch.tensor(0.7)])
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+    def test_parameters_in_half_precision_move_by_the_pull_of_float32(self, dtype, scale):
+        model, posterior = self.moved(dtype=torch.float32)
+        model = model.to(dtype)
+        wide = {name: parameter.detach().float() for name, parameter in model.named_parameters()}
+        exact = posterior.precision.matvec(posterior.delta(wide))
+        term = holdfast.Quadratic(posterior)
+        assert term._packed.takes(model.parameters())
+        term.add_gradient_(model, scale, {id(parameter) for parameter in model.parameters()})
+        for name, parameter in model.named_parameters():
+            assert parameter.grad.dtype == dtype
+            torch.testing.assert_close(parameter.grad, (0.7 * exact[name]).to(dtype), rtol=1e-2, atol=1e-4)
+
+    def test_a_half_precision_memory_is_pulled_to_by_the_general_way(self):
+        model, posterior = self.moved(dtype=torch.float32)
+        posterior = posterior.to(dtype=torch.bfloat16)
+        term = holdfast.Quadratic(posterior)
+        assert term._packed is None
+        exact = posterior.to(dtype=torch.float32)
+        _, grads = self.expected(model, exact, 0.7)
+        term.add_gradient_(model, 0.7, {id(parameter) for parameter in model.parameters()})
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(parameter.grad, grads[name], rtol=1e-2, atol=1e-2)
+
+    def test_under_autocast_it_keeps_its_precision(self):
+        model, posterior = self.moved(dtype=torch.float32)
+        value, grads = self.expected(model, posterior, 0.7)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            found = holdfast.Quadratic(posterior).add_gradient_(model, 0.7, {id(p) for p in model.parameters()})
+        torch.testing.assert_close(found, value, rtol=1e-5, atol=0)
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(parameter.grad, grads[name], rtol=1e-4, atol=1e-4)

@@ -33,14 +33,14 @@ _TRANSPARENT = {
 _PEFT_LAYERS = {"BaseTunerLayer", "ModulesToSaveWrapper"}
 
 
-def _is_hidden(path: list[nn.Module], child: str) -> bool:
-    """Whether `child`, a child of the last module of `path`, is a wrapper's detail and not part of the name."""
+def _hidden(path: list[nn.Module]) -> Collection[str]:
+    """The children and parameters of the last module of `path` that are a wrapper's detail, and no part of names."""
     owner = path[-1]
-    if child in _transparent_children(type(owner).__mro__):
-        return True
     # PEFT keeps `lora_A.<adapter>.weight`, and a retrained module under `modules_to_save.<adapter>`.
     adapters = isinstance(owner, (nn.ModuleDict, nn.ParameterDict)) and len(path) > 1
-    return adapters and bool(_PEFT_LAYERS & {base.__name__ for base in type(path[-2]).__mro__})
+    if adapters and _PEFT_LAYERS & {base.__name__ for base in type(path[-2]).__mro__}:
+        return {*owner._modules, *owner._parameters}
+    return _transparent_children(type(owner).__mro__)
 
 
 @functools.cache
@@ -48,20 +48,28 @@ def _transparent_children(bases: tuple[type, ...]) -> frozenset[str]:
     return frozenset(_TRANSPARENT[base.__name__] for base in bases if base.__name__ in _TRANSPARENT)
 
 
-def _walk(path: list[nn.Module], prefix: str = "") -> Iterator[tuple[str, list[nn.Module]]]:
-    """Every module, as the path to it, under its canonical prefix; shared ones as often as they are used."""
-    yield prefix, path
-    for key, child in path[-1]._modules.items():
-        if child is not None and child not in path:
-            yield from _walk([*path, child], prefix if _is_hidden(path, key) else f"{prefix}{key}.")
+def _walked(model: nn.Module) -> list[tuple[str, nn.Module, Collection[str]]]:
+    """Every module under its canonical prefix, with what it hides; shared ones as often as they are used."""
+    found: list[tuple[str, nn.Module, Collection[str]]] = []
+
+    # At every step of a hold: no generators within generators.
+    def walk(path: list[nn.Module], prefix: str) -> None:
+        hidden = _hidden(path)
+        found.append((prefix, path[-1], hidden))
+        for key, child in path[-1]._modules.items():
+            if child is not None and child not in path:
+                walk([*path, child], prefix if key in hidden else f"{prefix}{key}.")
+
+    walk([model], "")
+    return found
 
 
 def _uses(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Every name of every parameter, in the order of `named_parameters`."""
-    for prefix, path in _walk([model]):
-        for key, parameter in path[-1]._parameters.items():
+    for prefix, module, hidden in _walked(model):
+        for key, parameter in module._parameters.items():
             if parameter is not None:
-                yield prefix.rstrip(".") if _is_hidden(path, key) else f"{prefix}{key}", parameter
+                yield prefix.rstrip(".") if key in hidden else f"{prefix}{key}", parameter
 
 
 def _named(model: nn.Module) -> tuple[dict[str, nn.Parameter], dict[str, tuple[str, ...]]]:
@@ -74,8 +82,8 @@ def _named(model: nn.Module) -> tuple[dict[str, nn.Parameter], dict[str, tuple[s
     for name, parameter in _uses(model):
         if is_lazy(parameter):
             raise ArgumentError(f"`{name}` has no shape yet. Run the model once on a batch before using it here.")
-        if id(parameter) in first:
-            known = first[id(parameter)]
+        known = first.get(id(parameter))
+        if known is not None:
             if name != known and name not in others.get(known, ()):
                 others[known] = (*others.get(known, ()), name)
         elif name in found and found[name].requires_grad and parameter.requires_grad:
@@ -145,11 +153,11 @@ def buffers(model: nn.Module) -> dict[str, Tensor]:
     """The buffers that a state dict keeps (BatchNorm's statistics), by canonical name."""
     return {
         f"{prefix}{key}": buffer
-        for prefix, path in _walk([model])
-        for key, buffer in path[-1]._buffers.items()
+        for prefix, module, _ in _walked(model)
+        for key, buffer in module._buffers.items()
         if buffer is not None
-        and key not in path[-1]._non_persistent_buffers_set
-        and not _transparent_children(type(path[-1]).__mro__)
+        and key not in module._non_persistent_buffers_set
+        and not _transparent_children(type(module).__mro__)
     }
 
 

@@ -17,6 +17,7 @@ from .params import matched, shapes
 from .posterior import Memory, Posterior, as_posterior
 from .posterior.gaussian import difference
 from .precision.base import inner
+from .precision.packed import Packed, packed
 
 
 def penalty(model: nn.Module, posterior: Posterior | Memory) -> Tensor:
@@ -83,8 +84,16 @@ class Quadratic:
         require_something_held(self.posterior)
         return frozenset(() if self.posterior.precision.is_zero() else self.posterior.precision.shapes)
 
+    @cached_property
+    def _shapes(self) -> dict[str, torch.Size]:
+        return shapes(self.posterior.mean)
+
+    @cached_property
+    def _packed(self) -> Packed | None:
+        return packed(self.posterior.precision, self.posterior.mean)
+
     def held(self, model: nn.Module) -> dict[str, nn.Parameter]:
-        params = matched(model, shapes(self.posterior.mean), ties=self.posterior.ties)
+        params = matched(model, self._shapes, ties=self.posterior.ties)
         return {name: parameter for name, parameter in params.items() if name in self._covered}
 
     def value(self, model: nn.Module) -> Tensor:
@@ -109,8 +118,11 @@ class Quadratic:
 
     def pull(self, params: Mapping[str, nn.Parameter]) -> tuple[dict[str, Tensor], Tensor]:
         """Λδ and ½ δᵀΛδ at the parameters held. Its matrix products use a GPU's TF32, whose ten bits do for a pull."""
+        if self._packed is not None and self._packed.takes(params.values()):
+            with tensor_cores():
+                return self._packed.pull(params)
         means = [self.posterior.mean[name] for name in params]
-        if _alike([*params.values(), *means]):  # in one call: a large model has hundreds of parameters
+        if in_one_pass(list(params.values()), means) and means[0].dtype in (torch.float32, torch.float64):
             delta = dict(zip(params, torch._foreach_sub(list(params.values()), means), strict=True))
         else:
             delta = {name: difference(*pair) for name, *pair in zip(params, params.values(), means, strict=True)}
@@ -143,15 +155,21 @@ def add_scaled_(
     """Add scale · pull to `.grad` of the parameters whose ids are in `only`."""
     names = [name for name in pull if id(params[name]) in only]
     grads, pulls = [_gradient(params[name]) for name in names], [pull[name] for name in names]
-    if not isinstance(scale, Tensor) and _alike([*grads, *pulls]):
-        torch._foreach_add_(grads, pulls, alpha=scale)
-        return
-    for grad, gradient in zip(grads, pulls, strict=True):
-        factor = scale.to(gradient.device) if isinstance(scale, Tensor) else scale
-        grad += (factor * gradient).to(device=grad.device, dtype=grad.dtype)
+    if not _together([*grads, *pulls]):
+        for grad, gradient in zip(grads, pulls, strict=True):
+            factor = scale.to(gradient.device) if isinstance(scale, Tensor) else scale
+            grad += (factor * gradient).to(device=grad.device, dtype=grad.dtype)
+    elif isinstance(scale, Tensor):
+        torch._foreach_addcmul_(grads, pulls, [scale.to(grads[0].device)] * len(grads))
+    else:
+        # Views that are not in one piece would keep the others from going through few launches.
+        for whole in (True, False):
+            part = [pair for pair in zip(grads, pulls, strict=True) if pair[1].is_contiguous() == whole]
+            if part:
+                torch._foreach_add_(*map(list, zip(*part, strict=True)), alpha=scale)
 
 
-def _alike(tensors: Sequence[Tensor]) -> bool:
-    """Whether tensors can go through one call: plain ones of one device, in float32 or float64."""
-    kinds = {(type(tensor.data), tensor.device, tensor.dtype) for tensor in tensors}
-    return len(kinds) == 1 and next(iter(kinds))[0] is Tensor and tensors[0].dtype in (torch.float32, torch.float64)
+def _together(tensors: Sequence[Tensor]) -> bool:
+    """Whether tensors can go through one call: plain ones on one device."""
+    kinds, devices = {type(tensor) for tensor in tensors}, {tensor.device for tensor in tensors}
+    return kinds <= {nn.Parameter, Tensor} and len(devices) == 1

@@ -60,7 +60,7 @@ class Kronecker(Precision):
 
     def matvec(self, delta: Mapping[str, Tensor]) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
-        for layer, terms in self._aligned.items():
+        for layer, terms in self.aligned.items():
             matrix = layer.matrix(delta, terms[0].inputs.shape[-1])
             with in_full_precision(matrix):
                 products = [sandwiched(term.outputs.to(matrix), matrix, term.inputs.to(matrix)) for term in terms]
@@ -69,15 +69,15 @@ class Kronecker(Precision):
         return found
 
     @cached_property
-    def _aligned(self) -> dict[Layer, tuple[Term, ...]]:
+    def aligned(self) -> dict[Layer, tuple[Term, ...]]:
         """The terms; on a GPU with inputs padded to eights, which its matrix units want: a bias makes an odd number."""
 
-        def aligned(factor: Tensor) -> Tensor:
+        def wider(factor: Tensor) -> Tensor:
             missing = -factor.shape[-1] % 8 if factor.is_cuda else 0
             return F.pad(factor, (0, missing, 0, missing)[: 2 * (factor.ndim - 1)]) if missing else factor
 
         return {
-            layer: tuple(replace(term, inputs=aligned(term.inputs)) for term in terms)
+            layer: tuple(replace(term, inputs=wider(term.inputs)) for term in terms)
             for layer, terms in self.layers.items()
         }
 
