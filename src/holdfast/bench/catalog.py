@@ -7,7 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
+from torch import nn
+
 from ..errors import ArgumentError
+from .heads import ExactHead, Shell
 from .methods import (
     FineTuning,
     Held,
@@ -32,11 +35,12 @@ JOINT = "joint"
 
 @dataclass(frozen=True)
 class Entry:
-    """A method: how it is made of a strength, and what it is. Without a `strength` to choose, it is given none."""
+    """A method: how it is made of a strength, and what it is. `model` makes its network where that is its own."""
 
     make: Callable[[float], Method]
     about: str
     has_strength: bool = True
+    model: Callable[[int], nn.Module] | None = None
 
 
 METHODS: dict[str, Entry] = {
@@ -61,6 +65,9 @@ METHODS: dict[str, Entry] = {
     ),
     "kronecker-rotated": Entry(
         lambda s: Held(kronecker(), strength=s, rotate=True), "Kronecker, steps in the factors' eigenvectors"
+    ),
+    "exact-head": Entry(
+        lambda s: ExactHead(), "exact recursion on 3000 random features; needs --loss squared", False, Shell
     ),
     "owm": Entry(lambda s: Projected(s), "orthogonal weight modification (Zeng 2019), with SGD"),
 }

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from .. import __version__
 from . import results
@@ -96,8 +97,13 @@ def execute(
     method = METHODS[job.method].make(job.strength)
     tasks = job.protocol.sequence(job.seed, validating=job.validating, device=device)
     stages = [joined(tasks)] if job.method == JOINT else None
+    own = METHODS[job.method].model
+
+    def model() -> nn.Module:
+        return job.protocol.model(tasks) if own is None else own(job.protocol.outputs(tasks))
+
     made = run(
-        method, tasks, lambda: job.protocol.model(tasks), _training(job), name=job.method, seed=job.seed, device=device,
+        method, tasks, model, _training(job), name=job.method, seed=job.seed, device=device,
         stages=stages, progress=progress,
     )  # fmt: skip
     return Result(job.config, made, machine(device, job.chosen))

@@ -54,12 +54,16 @@ class Protocol:
             return rotated(images, [180.0 * index / self.tasks for index in range(self.tasks)])
         return split(images, self.stream, flat=self.network == "perceptron")[: self.tasks]
 
+    def outputs(self, tasks: list[Task]) -> int:
+        """How many outputs a network for these tasks has."""
+        return 1 + max(task.outputs[-1] if task.outputs else int(task.train.y.max()) for task in tasks)
+
     def model(self, tasks: list[Task]) -> nn.Module:
         """A fresh network, of torch's current seed."""
         if self.network == "gpt":
             length, width, depth, heads = self.hidden
             return Gpt(256, length, width, depth, heads)
-        outputs = 1 + max(task.outputs[-1] if task.outputs else int(task.train.y.max()) for task in tasks)
+        outputs = self.outputs(tasks)
         shape = tasks[0].train.first(1).x.shape[1:]
         if self.network == "perceptron":
             return perceptron(shape.numel(), self.hidden, outputs)

@@ -50,8 +50,10 @@ def run(
     for stage, task in enumerate(stages):
         seen: list[float] = []
         trainer.watch = _glance(model, tasks[:stage], task, training, seen) if len(stages) == len(tasks) else None
+        before = trainer.watched
         with _measured(device, learning):
             method.learn(model, task, trainer)
+        learning[-1] = (learning[-1][0] - (trainer.watched - before), learning[-1][1])
         with _measured(device, remembering):
             method.remember(model, task, trainer)
         found = [_judged(model, other.judged_after(task), training) for other in tasks]

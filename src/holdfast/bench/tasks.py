@@ -86,6 +86,10 @@ class Task:
     outputs: tuple[int, ...] | None = None
     grows: bool = False
 
+    def __post_init__(self) -> None:
+        if self.outputs is not None and self.outputs != tuple(range(self.outputs[0], self.outputs[-1] + 1)):
+            raise ArgumentError(f"a task's outputs stand side by side, such as (2, 3), got {self.outputs}.")
+
     def logits(self, model: nn.Module, x: Tensor) -> Tensor:
         """What the model says, of the outputs that may answer."""
         found: Tensor = model(x)
@@ -125,8 +129,8 @@ def joined(tasks: Sequence[Task]) -> Task:
 
 
 def masked(logits: Tensor, allowed: Tensor | None) -> Tensor:
-    """Logits with all but the allowed outputs ruled out."""
-    return logits if allowed is None else logits.masked_fill(~allowed, _IMPOSSIBLE)
+    """Logits with all but the allowed outputs ruled out, and those left out that no task uses."""
+    return logits if allowed is None else logits[..., : allowed.shape[-1]].masked_fill(~allowed, _IMPOSSIBLE)
 
 
 def _more(one: Task, other: Task) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
@@ -88,6 +89,7 @@ class Trainer:
     seed: int = 0
     watch: Callable[[int], None] | None = None
     recorded: bool = True
+    watched: float = field(default=0.0, init=False)  # seconds spent on it, which are no part of the training
     _fits: int = field(default=0, init=False)
 
     def fit(self, model: nn.Module, task: Task, attach: Attach | None = None, training: Training | None = None) -> None:
@@ -113,12 +115,20 @@ class Trainer:
                 _set_rate(optimizer, numbers.rate(made, total))
                 steps.take(rows.to(device, non_blocking=True))
                 if self.watch is not None and _telling(made + 1, total):
-                    model.eval()
-                    self.watch(made + 1)
-                    model.train()
+                    self._look(model, made + 1)
             if device.type == "cuda":
                 torch.cuda.current_stream().synchronize()
         model.eval()
+
+    def _look(self, model: nn.Module, made: int) -> None:
+        assert self.watch is not None
+        if next(model.parameters()).is_cuda:
+            torch.cuda.current_stream().synchronize()
+        start = time.perf_counter()
+        model.eval()
+        self.watch(made)
+        model.train()
+        self.watched += time.perf_counter() - start
 
 
 class _Steps:

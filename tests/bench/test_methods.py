@@ -1,0 +1,236 @@
+"""Methods: what each holds to, against the same written out by hand."""
+
+import pytest
+import torch
+from torch import nn
+
+import holdfast
+from holdfast.bench import Held, Split, Task, Trainer, Training, decayed, diagonal, every_term, kronecker, per_task, run
+from holdfast.bench.catalog import METHODS, one_of
+from holdfast.bench.heads import ExactHead, Shell
+from holdfast.bench.methods import FineTuning, batched, hessian, lowrank, nearest, uniform
+from holdfast.bench.projection import Projected, input_moments
+from holdfast.bench.protocols import PROTOCOLS
+
+QUICK = Training(epochs=2, batch_size=64)
+
+
+@pytest.fixture(scope="module")
+def tasks():
+    return PROTOCOLS["digits"].changed(tasks=3).sequence(0)
+
+
+def small():
+    return nn.Sequential(nn.Linear(64, 24), nn.ReLU(), nn.Linear(24, 10))
+
+
+def learned(task, seed=0):
+    torch.manual_seed(seed)
+    model, trainer = small(), Trainer(QUICK, seed)
+    trainer.fit(model, task)
+    return model, trainer
+
+
+class TestControls:
+    def test_frozen_is_what_the_first_task_left(self, tasks):
+        frozen = run(FineTuning(tasks=1), tasks, small, QUICK)
+        assert frozen.accuracy[0] == frozen.accuracy[1] == frozen.accuracy[2]
+        assert frozen.accuracy[0] == run(FineTuning(), tasks, small, QUICK).accuracy[0]
+        assert frozen.lowest == [None] * 3
+
+    def test_a_hold_keeps_more_than_fine_tuning_and_learns_more_than_freezing(self, tasks):
+        training = Training(epochs=8, batch_size=64, label_smoothing=0.1)
+        tuned, frozen, held = (
+            run(method, tasks, small, training) for method in (FineTuning(), FineTuning(tasks=1), Held(kronecker()))
+        )
+        assert held.average > tuned.average + 0.1
+        assert held.average > frozen.average + 0.3
+        assert held.forgetting < 0.5 * tuned.forgetting
+
+    def test_a_seed_repeats(self, tasks):
+        once, again, other = (run(Held(diagonal()), tasks[:2], small, QUICK, seed=seed) for seed in (1, 1, 2))
+        assert once.accuracy == again.accuracy
+        assert once.nll == again.nll
+        assert once.accuracy != other.accuracy
+
+
+class TestHeld:
+    def test_the_pull_is_the_penalty_in_the_loss(self, tasks):
+        """One step of SGD, held, against the gradient of loss + penalty / N."""
+        method, sgd = Held(diagonal(), strength=7.0), Training(steps=1, batch_size=10**6, optimizer="sgd", lr=0.1)
+        model, trainer = learned(tasks[0])
+        method.remember(model, tasks[0], trainer)
+        torch.manual_seed(5)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter += 0.05 * torch.randn_like(parameter)
+        start = {name: value.detach().clone() for name, value in model.named_parameters()}
+        loss = nn.functional.cross_entropy(model(tasks[1].train.x), tasks[1].train.y)
+        whole = loss + 7.0 * holdfast.penalty(model, method.posterior) / len(tasks[1].train)
+        expected = dict(zip(start, torch.autograd.grad(whole, list(model.parameters())), strict=True))
+        method.learn(model, tasks[1], Trainer(sgd))
+        for name, value in model.named_parameters():
+            torch.testing.assert_close(value, start[name] - 0.1 * expected[name], atol=1e-6, rtol=1e-4)
+
+    def test_updates_are_the_public_ones(self, tasks):
+        (model, trainer), (other, _) = learned(tasks[0]), learned(tasks[1], seed=1)
+        first, second = diagonal()(model, tasks[0], trainer), diagonal()(other, tasks[1], trainer)
+        known = holdfast.consolidate(holdfast.prior(model), model, first)
+        running = holdfast.consolidate(known, other, second)
+        online = decayed(0.5)(known, other, second)
+        apart = per_task(known, other, second)
+        name = "0.weight"
+        torch.testing.assert_close(running.precision.entries[name], first.entries[name] + second.entries[name])
+        torch.testing.assert_close(online.precision.entries[name], 0.5 * first.entries[name] + second.entries[name])
+        both = first.entries[name] + second.entries[name]
+        mean = (first.entries[name] * model[0].weight + second.entries[name] * other[0].weight) / both
+        torch.testing.assert_close(apart.mean[name][both > 0], mean.detach()[both > 0])
+        torch.testing.assert_close(running.mean[name], other[0].weight.detach())
+
+    def test_kronecker_terms_are_kept_or_made_one(self, tasks):
+        model, trainer = learned(tasks[0])
+        held = {name: Held(kronecker(), update) for name, update in {"sum": every_term, "nearest": nearest}.items()}
+        for method in held.values():
+            for task in tasks[:2]:
+                method.remember(model, task, trainer)
+        count = {name: len(next(iter(each.posterior.precision.layers.values()))) for name, each in held.items()}
+        assert count == {"sum": 2, "nearest": 1}
+
+    def test_what_is_kept_is_counted(self, tasks):
+        model, trainer = learned(tasks[0])
+        method = Held(diagonal())
+        assert method.kept == []
+        method.remember(model, tasks[0], trainer)
+        size = sum(parameter.numel() for parameter in model.parameters())
+        assert sum(tensor.numel() for tensor in method.kept) == 2 * size
+
+    @pytest.mark.parametrize("form", ["task", "class"])
+    def test_a_task_is_remembered_by_its_own_outputs(self, form):
+        first, second, *_ = PROTOCOLS[f"digits-{form}"].sequence(0)
+        model, trainer = learned(second)
+        entries = diagonal()(model, second, trainer).entries["2.weight"].sum(1)
+        inside = set(second.outputs)
+        assert all((float(value) > 0) == (output in inside) for output, value in enumerate(entries))
+        assert first.outputs == (0, 1)
+
+
+class TestCurvatures:
+    def test_uniform_has_the_trace_of_the_diagonal(self, tasks):
+        model, trainer = learned(tasks[0])
+        whole, even = diagonal()(model, tasks[0], trainer), uniform()(model, tasks[0], trainer)
+        total = sum(float(each.double().sum()) for each in whole.entries.values())
+        assert sum(float(each.double().sum()) for each in even.entries.values()) == pytest.approx(total, rel=1e-4)
+        assert len({float(value) for each in even.entries.values() for value in each.unique()}) == 1
+        assert even.num_data == len(tasks[0].train)
+
+    def test_batched_is_the_square_of_whole_batches(self, tasks):
+        model, trainer = learned(tasks[0])
+        found = batched(100)(model, tasks[0], trainer)
+        expected = torch.zeros_like(model[2].weight)
+        for x, y in tasks[0].train.batches(100):
+            (grad,) = torch.autograd.grad(nn.functional.cross_entropy(model(x), y), [model[2].weight])
+            expected += len(y) * grad.square()
+        torch.testing.assert_close(found.entries["2.weight"], expected)
+        assert float(expected.sum()) < 0.2 * float(
+            diagonal("observed")(model, tasks[0], trainer).entries["2.weight"].sum()
+        )
+
+    def test_the_hessian_is_the_estimate_with_negatives_at_zero(self, tasks):
+        model, trainer = learned(tasks[0])
+        found, data = hessian(2)(model, tasks[0], trainer), list(tasks[0].train.batches(100))
+        plain = holdfast.hutchinson_hessian(model, data, holdfast.categorical, probes=2, seed=0).entries["2.weight"]
+        assert bool((plain < 0).any())
+        torch.testing.assert_close(found.entries["2.weight"], plain.clamp(min=0), rtol=1e-3, atol=1e-3)
+
+    def test_squared_loss_has_a_fisher_of_its_own(self, tasks):
+        """For a linear model under half squared error F = Σ xxᵀ for every output."""
+        model, trainer = nn.Linear(64, 10), Trainer(Training(epochs=1, loss="squared"))
+        entries = diagonal()(model, tasks[0], trainer).entries
+        torch.testing.assert_close(entries["weight"], tasks[0].train.x.square().sum(0).expand(10, 64))
+        torch.testing.assert_close(entries["bias"], torch.full((10,), float(len(tasks[0].train))))
+
+    def test_low_rank_keeps_the_diagonal(self, tasks):
+        model, trainer = learned(tasks[0])
+        found, whole = lowrank(4)(model, tasks[0], trainer), diagonal()(model, tasks[0], trainer)
+        torch.testing.assert_close(found.diagonal()["2.weight"], whole.entries["2.weight"], rtol=1e-3, atol=1e-4)
+
+
+class TestProjection:
+    def test_moments_are_means_over_inputs(self, tasks):
+        model, _ = learned(tasks[0])
+        found = input_moments(model, tasks[0], batch=100)
+        x = torch.cat([tasks[0].train.x, torch.ones(len(tasks[0].train), 1)], 1)
+        torch.testing.assert_close(found["0"], x.T @ x / len(x), rtol=1e-4, atol=1e-5)
+        hidden = torch.relu(model[0](tasks[0].train.x)).detach()
+        torch.testing.assert_close(found["2"][:24, :24], hidden.T @ hidden / len(x), rtol=1e-4, atol=1e-5)
+
+    def test_moments_of_a_convolution_are_those_of_its_patches(self):
+        torch.manual_seed(0)
+        x = torch.randn(3, 2, 5, 5)
+        model = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1, stride=2), nn.Flatten(), nn.Linear(36, 2))
+        part = Split(x, torch.zeros(3, dtype=torch.long))
+        found = input_moments(model, Task("made", part, part))["0"]
+        padded = nn.functional.pad(x, (1, 1, 1, 1))
+        rows = [
+            torch.cat([padded[n, :, i : i + 3, j : j + 3].flatten(), torch.ones(1)])
+            for n in range(3) for i in range(0, 5, 2) for j in range(0, 5, 2)
+        ]  # fmt: skip
+        expected = torch.stack(rows).T @ torch.stack(rows) / len(rows)
+        torch.testing.assert_close(found, expected)
+
+    def test_a_strong_projection_leaves_the_answers_to_old_inputs(self):
+        """Where the old inputs span few directions, new ones are learned in the others, and the old answers stay."""
+        torch.manual_seed(0)
+        old = Split(torch.cat([torch.randn(40, 3), torch.zeros(40, 5)], 1), torch.randint(0, 2, (40,)))
+        new = Split(torch.randn(40, 8), torch.randint(0, 2, (40,)))
+        first, second = Task("old", old, old), Task("new", new, new)
+        model, method = nn.Linear(8, 2, bias=False), Projected(strength=1e6)
+        trainer = Trainer(Training(epochs=5, batch_size=10))
+        method.learn(model, first, trainer)
+        method.remember(model, first, trainer)
+        before, weight = model(old.x).detach(), model.weight.detach().clone()
+        method.learn(model, second, trainer)
+        torch.testing.assert_close(model(old.x), before, atol=1e-4, rtol=0)
+        assert float((model.weight.detach() - weight).abs().max()) > 0.05
+
+
+class TestExactHead:
+    def test_in_turn_it_is_what_all_at_once_gives(self):
+        tasks = PROTOCOLS["digits-class"].changed(loss="squared").sequence(0)
+        training = Training(epochs=1, loss="squared")
+        method = ExactHead(features=200)
+        made = run(method, tasks, lambda: Shell(10), training)
+        x = torch.cat([task.train.x for task in tasks])
+        y = torch.cat([task.train.y for task in tasks])
+        head = holdfast.linear_head(holdfast.random_features(64, 200, seed=0)).updated([(x, y)])
+        tested = torch.cat([task.test.x for task in tasks])
+        torch.testing.assert_close(method.head.predict(tested), head.predict(tested))
+        assert made.average > 0.9
+
+    def test_it_asks_for_squared_loss(self):
+        tasks = PROTOCOLS["digits"].sequence(0)
+        with pytest.raises(holdfast.ArgumentError, match="--loss squared"):
+            run(ExactHead(), tasks, lambda: Shell(10), QUICK)
+
+
+@pytest.mark.parametrize("name", [name for name in METHODS if name not in ("joint", "exact-head", "ewc-hessian")])
+def test_every_method_learns_two_tasks(name, tasks):
+    made = run(METHODS[name].make(1.0), tasks[:2], small, Training(epochs=1, batch_size=64), name=name)
+    assert made.method == name
+    assert len(made.accuracy) == len(made.nll) == 2
+    assert made.accuracy[0][0] > 0.25  # the first task was learned
+    assert METHODS[name].about
+
+
+def test_an_unknown_method_is_told_the_nearest():
+    with pytest.raises(holdfast.ArgumentError, match=r"no method 'kroneker'. Did you mean kronecker"):
+        one_of("kroneker", METHODS, "method")
+    with pytest.raises(holdfast.ArgumentError, match=r"There are fine-tuning, frozen"):
+        one_of("xyzzy", METHODS, "method")
+
+
+def test_permuted_and_split_protocols_make_models_that_fit():
+    for name in ("digits", "digits-task", "digits-domain", "digits-class"):
+        protocol = PROTOCOLS[name]
+        tasks = protocol.sequence(0)
+        assert protocol.model(tasks)(tasks[0].train.x[:2]).shape == (2, protocol.outputs(tasks))
