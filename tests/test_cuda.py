@@ -7,6 +7,9 @@ from torch import nn
 import holdfast
 from cases import CASES
 from curvature.test_taps import LAYERS, case
+from holdfast.bench.catalog import METHODS
+from holdfast.bench.protocols import PROTOCOLS
+from holdfast.bench.training import Trainer
 from holdfast.identity import fingerprint
 from oracles import flat, relative_errors, squares_loop
 
@@ -174,3 +177,20 @@ def test_every_layer_equals_a_loop_over_examples_on_the_gpu(name):
     with torch.backends.cudnn.flags(enabled=False):  # its recurrent kernels cannot differentiate in evaluation mode
         errors = relative_errors(fisher.entries, squares_loop(model, batch, holdfast.categorical.nll))
     assert max(errors.values()) <= 1e-9, errors
+
+
+@pytest.mark.parametrize("method", ["fine-tuning", "ewc", "low-rank-32", "kronecker", "kronecker-rotated", "owm"])
+def test_recorded_steps_are_the_steps(method):
+    """A CUDA graph of a step, its hold included, against the same steps made one by one; the last batch is short."""
+    protocol = PROTOCOLS["digits"].changed(tasks=2, epochs=2)
+    tasks = protocol.sequence(0, device="cuda")
+    ends = []
+    for recorded in (True, False):
+        torch.manual_seed(0)
+        model, made = protocol.model(tasks).cuda(), METHODS[method].make(1.0)
+        trainer = Trainer(protocol.training, recorded=recorded)
+        for task in tasks:
+            made.learn(model, task, trainer)
+            made.remember(model, task, trainer)
+        ends.append(torch.cat([parameter.detach().flatten() for parameter in model.parameters()]))
+    torch.testing.assert_close(ends[0], ends[1], rtol=1e-4, atol=1e-5)

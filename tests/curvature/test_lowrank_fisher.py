@@ -106,7 +106,6 @@ def test_with_room_for_every_score_and_a_smaller_rank_it_is_the_best_of_its_rank
 def test_the_sums_are_unbiased(targets, monkeypatch):
     """Before they are cut, and the diagonal set right: UUᵀ is F on average over seeds, and not each time."""
     monkeypatch.setattr("holdfast.curvature.lowrank._split_", lambda total, factors: None)
-    monkeypatch.setattr("holdfast.curvature.sketch.Sketch._turn", lambda sketch: torch.eye(16).double())
     case = CASES[0]
     batches = case.batches((32,))
     exact = dense(case, batches, targets).matrix
@@ -114,7 +113,7 @@ def test_the_sums_are_unbiased(targets, monkeypatch):
     for seed in range(300):
         rows = fisher(case, batches, targets, rank=8, seed=seed).factors
         U = torch.cat([each.flatten(1) for each in rows.values()], 1)
-        assert len(U) == 16
+        assert len(U) == 8
         draws.append(U.T @ U)
     found = torch.stack(draws)
     error = found.std(0) / 300**0.5

@@ -52,6 +52,8 @@ class Sketch:
         """A batch: how its scores are summed, and into which rows."""
         # Until the rows are first cut there is room for more of them, and rows of fewer scores are nearer to the truth.
         room = 0 if len(self._lengths) else self._capacity - self._filled
+        if columns * size > room:  # not one each: as many as are kept, and no cut so soon
+            room = max(0, min(room, self._rank - self._filled))
         budget = max(self._per_batch or self._affordable(size), room)
         runs, groups = min(size, budget), min(columns, max(1, budget // size))
         count = runs * groups
