@@ -3,6 +3,7 @@
 python benchmarks/tables.py            # those of docs/curvature.md
 python benchmarks/tables.py head       # that of docs/head.md
 python benchmarks/tables.py structures # those of docs/structures.md
+python benchmarks/tables.py bench      # those of docs/bench.md
 """
 
 from __future__ import annotations
@@ -12,6 +13,10 @@ import statistics
 import sys
 from pathlib import Path
 from typing import Any
+
+from holdfast.bench.measures import spread
+from holdfast.bench.published import published
+from holdfast.bench.results import collected, grouped
 
 RESULTS = Path(__file__).parent / "results"
 MODELS = {
@@ -114,10 +119,49 @@ def kronecker_pull(name: str) -> list[str]:
     return lines
 
 
+def bench() -> list[str]:
+    """A table for each protocol of the bench, the published numbers below the measured ones."""
+    lines: list[str] = []
+    # Each folder is a device's: the same protocol on another one is another table.
+    for bundle in sorted((RESULTS / "bench").glob("*.jsonl")):
+        for protocol, found in grouped(collected(bundle)):
+            made = found[0].made
+            lines += [
+                f"**{protocol}**: {found[0].job['description']}. {made['device']}, torch {made['torch']}, {made['date']}:",
+                "",
+                "| method | strength | average, % | forgotten, points | each when new, % | learning, s | remembering, s "
+                "| kept, MB |",
+                "|---|---|---|---|---|---|---|---|",
+            ]
+            for method, strength in dict.fromkeys((one.run.method, one.strength) for one in found):
+                runs = [one.run for one in found if (one.run.method, one.strength) == (method, strength)]
+                cells = [_two([getattr(run, each) for run in runs]) for each in ("average", "forgetting", "newest")]
+                means = [statistics.fmean(sum(getattr(run, each)) for run in runs) for each in SECONDS]
+                kept = runs[0].kept_bytes[-1] / 1e6
+                shown = "" if strength is None else f"{strength:g}"
+                costs = [*(f"{mean:.0f}" for mean in means), f"{kept:.1f}"]
+                lines.append(f"| {method} | {shown} | {' | '.join([*cells, *costs])} |")
+            for each in published(protocol):
+                how = "best on test data" if each.chosen_on_test else ""
+                note = f"; {each.note}" if each.note else ""
+                lines.append(f"| *{each.method}, {each.source}{note}* | {how} | {each.accuracy:.1f} | | | | | |")
+            lines.append("")
+    return lines[:-1]
+
+
+SECONDS = ("learning_seconds", "remembering_seconds")
+
+
+def _two(values: list[float]) -> str:
+    mean, deviation = spread([100 * value for value in values])
+    return "–" if mean != mean else f"{mean:.2f} ± {deviation:.2f}" if len(values) > 1 else f"{mean:.2f} (1 seed)"
+
+
 PAGES = {
     "curvature": lambda: [*curvature("curvature-cpu"), "", *curvature("curvature-h200"), "", *pull("pull-h200")],
     "head": lambda: head("head-cpu"),
     "structures": structures,
+    "bench": bench,
 }
 
 if __name__ == "__main__":
