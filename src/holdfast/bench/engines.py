@@ -42,11 +42,13 @@ def dask(address: str) -> Iterator[Executor]:
     """The workers of a dask cluster, by the address of its scheduler. Left by an error, its jobs are called off."""
     try:
         from distributed import Client
+        from distributed.comm import resolve_address
     except ImportError as missing:
         raise ArgumentError(f"{missing.name} is not installed: install holdfast with its `dask` extra.") from missing
     try:
+        resolve_address(address)  # a client that cannot read its address waits half a minute before it ends
         client = Client(address, timeout=_ANSWER, set_as_default=False)
-    except (OSError, TimeoutError, ValueError, TypeError) as error:
+    except (OSError, TimeoutError, ValueError) as error:
         said = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ArgumentError(f"no dask scheduler answers at {address!r}: {said.rstrip('.')}.") from error
     with client:

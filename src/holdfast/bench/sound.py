@@ -48,7 +48,7 @@ def _require(name: str, values: object, length: int, sound: Callable[[Any], bool
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return isinstance(value, float) or _is_count(value)
 
 
 def _is_share(value: Any) -> bool:

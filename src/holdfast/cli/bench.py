@@ -144,9 +144,7 @@ def _run(
 
 @app.command()
 def report(
-    results: Annotated[
-        Path, typer.Argument(help="A folder of results, as holdfast bench writes it, or a bundle.")
-    ],
+    results: Annotated[Path, typer.Argument(help="A folder of results, as holdfast bench writes it, or a bundle.")],
     out: Annotated[Path, typer.Option(help="Where to write the page.")] = Path("holdfast-report.html"),
     markdown: Annotated[Path | None, typer.Option(help="Also write the tables, as Markdown.")] = None,
     csv: Annotated[Path | None, typer.Option(help="Also write every run's numbers, as CSV.")] = None,
