@@ -125,12 +125,12 @@ def bench() -> list[str]:
     # Each folder is a device's: the same protocol on another one is another table.
     for bundle in sorted((RESULTS / "bench").glob("*.jsonl")):
         for protocol, found in grouped(collected(bundle)):
-            made = found[0].made
+            job, made = found[0].job, found[0].made
             lines += [
-                f"**{protocol}**: {found[0].job['description']}. {made['device']}, torch {made['torch']}, {made['date']}:",
+                f"**{protocol}**: {job['description']}. {made['device']}, torch {made['torch']}, {made['date']}:",
                 "",
-                "| method | strength | average, % | forgotten, points | each when new, % | learning, s | remembering, s "
-                "| kept, MB |",
+                "| method | strength | average, % | forgotten, points | each when new, % | learning, s "
+                "| remembering, s | kept, MB |",
                 "|---|---|---|---|---|---|---|---|",
             ]
             for method, strength in dict.fromkeys((one.run.method, one.strength) for one in found):

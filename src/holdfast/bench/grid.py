@@ -3,32 +3,40 @@
 from __future__ import annotations
 
 import functools
-import multiprocessing
-import signal
 import tempfile
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Executor, Future, ProcessPoolExecutor, as_completed
-from contextlib import contextmanager
+from concurrent.futures import BrokenExecutor, CancelledError, Executor, Future, as_completed
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..errors import ArgumentError, DataError, HoldfastError, HoldfastWarning
 from . import results
 from .catalog import METHODS
+from .engines import dask, interrupts_held, processes
 from .jobs import Job, chosen, code_version, execute, grid
 from .measures import Run
 from .protocols import Protocol
 from .results import Result
 
+__all__ = ["STRENGTHS", "Failure", "Outcome", "dask", "others", "processes", "run_all", "swept", "trials"]
+
 STRENGTHS = (0.1, 1.0, 10.0, 100.0, 1000.0)
 _SWEEP_SEED = 100  # a sequence of tasks that no table is made of
 
 
+@dataclass(frozen=True)
+class Failure:
+    """How a job failed: in a line, and with all that Python says of it. Nothing but text, so that it always travels."""
+
+    line: str
+    traceback: str = ""
+
+
 @dataclass
 class Outcome:
-    """What came of a grid: the results, by job, and the jobs that failed with their errors."""
+    """What came of a grid: the results, by job, and the jobs that failed, with the reason in a line."""
 
     found: dict[Job, Result]
     failed: dict[Job, str]
@@ -41,13 +49,15 @@ def run_all(
     *,
     device: str = "cpu",
     threads: int | None = None,
+    planned: Callable[[int, int], None] = lambda waiting, done: None,
     progress: Callable[[Job, Result | None], None] = lambda job, result: None,
 ) -> Outcome:
     """Run what is not yet in the folder, and write each result there as it comes.
 
-    Without an executor the jobs run here, one after another. `progress` is called after each job, with nothing where
-    it failed. A damaged result is told of and its job run again. A failure is noted and the others go on, but not if
-    results cannot be written.
+    Without an executor the jobs run here, one after another. `planned` is told how many jobs are to be run and how many
+    are there already; `progress` of each job when it has run, with nothing where it failed. A damaged result is told
+    of and its job run again. A failure is noted, all of it in a file beside the results, and the others go on; but not
+    if results cannot be written.
     """
     _require_writable(folder)
     outcome = Outcome({}, {})
@@ -58,20 +68,25 @@ def run_all(
             waiting.append(job)
         else:
             outcome.found[job] = done
-            progress(job, done)
-    work = functools.partial(execute, device=device, threads=threads)
-    for job, finished in _finished(waiting, work, executor):
-        try:
-            result = finished()
-        except HoldfastError as error:
-            outcome.failed[job] = str(error)
-        except Exception:  # one job's failure is a line of the report, not the end of all
-            outcome.failed[job] = traceback.format_exc()
+    planned(len(waiting), len(outcome.found))
+    work = functools.partial(_attempt, device=device, threads=threads)
+    for job, made in _finished(waiting, work, executor):
+        if isinstance(made, Failure):
+            outcome.failed[job] = made.line
+            _write_failure(job.error_path(folder), made)
         else:
-            results.write(job.path(folder), result)
-            outcome.found[job] = result
+            results.write(job.path(folder), made)
+            job.error_path(folder).unlink(missing_ok=True)
+            outcome.found[job] = made
         progress(job, outcome.found.get(job))
     return outcome
+
+
+def trials(protocols: Sequence[Protocol], methods: Sequence[str], strengths: Sequence[float], tasks: int) -> list[Job]:
+    """The runs that a sweep chooses strengths by: on validation data of the first `tasks` tasks of one sequence."""
+    short = [replace(each, tasks=min(tasks, each.tasks)) for each in protocols]
+    tunable = [method for method in methods if METHODS[method].has_strength]
+    return grid(short, tunable, [_SWEEP_SEED], strengths, validating=True)
 
 
 def swept(
@@ -86,9 +101,7 @@ def swept(
 
     The sequence is not used again, and no test data is looked at. Methods without a strength run as they are.
     """
-    short = {each.name: replace(each, tasks=min(tasks, each.tasks)) for each in protocols}
-    tunable = [method for method in methods if METHODS[method].has_strength]
-    tried = runner(grid(list(short.values()), tunable, [_SWEEP_SEED], strengths, validating=True))
+    tried = runner(trials(protocols, methods, strengths, tasks))
     runs: dict[Job, Run] = {job: result.run for job, result in tried.found.items()}
     final = []
     for job in grid(protocols, methods, seeds):
@@ -116,53 +129,81 @@ def others(folder: Path) -> dict[str, int]:
     return counts
 
 
-@contextmanager
-def processes(count: int) -> Iterator[Executor]:
-    """Worker processes on this machine. Left by an error or Ctrl-C, they are stopped at once."""
-    pool = ProcessPoolExecutor(count, multiprocessing.get_context("spawn"), initializer=_ignore_interrupts)
+def _attempt(job: Job, device: str, threads: int | None) -> Result | Failure:
+    """One job's failure is a line of the report, not the end of all."""
     try:
-        yield pool
-        pool.shutdown()
-    except BaseException:
-        workers = list((pool._processes or {}).values())
-        pool.shutdown(wait=False, cancel_futures=True)
-        for worker in workers:
-            worker.terminate()
-        raise
-
-
-@contextmanager
-def dask(address: str) -> Iterator[Executor]:
-    """The workers of a dask cluster, by the address of its scheduler."""
-    try:
-        from distributed import Client
-    except ImportError as missing:
-        raise ArgumentError(f"{missing.name} is not installed: install holdfast with its `dask` extra.") from missing
-    try:
-        client = Client(address, timeout=15)
-    except (OSError, TimeoutError, ValueError) as error:
-        raise ArgumentError(f"no dask scheduler answers at {address!r}: {error}.") from error
-    with client:
-        yield client.get_executor(retries=1)
+        return execute(job, device, threads)
+    except HoldfastError as error:
+        return Failure(str(error), traceback.format_exc())
+    except Exception as error:
+        return Failure(_said(error), traceback.format_exc())
 
 
 def _finished(
-    jobs: Sequence[Job], work: Callable[[Job], Result], executor: Executor | None
-) -> Iterator[tuple[Job, Callable[[], Result]]]:
+    jobs: Sequence[Job], work: Callable[[Job], Result | Failure], executor: Executor | None
+) -> Iterator[tuple[Job, Result | Failure]]:
     if executor is None:
         for job in jobs:
-            yield job, functools.partial(work, job)
+            yield job, work(job)
         return
-    futures: dict[Future[Result], Job] = {executor.submit(work, job): job for job in jobs}
+    with interrupts_held():  # the first jobs start the workers
+        futures = {_submitted(executor, work, job): job for job in jobs}
     for future in as_completed(futures):
-        yield futures[future], future.result
+        yield futures[future], _received(future)
+
+
+def _submitted(executor: Executor, work: Callable[[Job], Result | Failure], job: Job) -> Future[Result | Failure]:
+    try:
+        return executor.submit(work, job)
+    except Exception as error:  # its workers are gone already
+        future: Future[Result | Failure] = Future()
+        future.set_exception(error)
+        return future
+
+
+def _received(future: Future[Result | Failure]) -> Result | Failure:
+    """What a worker made of a job. Only what befell the worker itself comes as an error."""
+    try:
+        made = future.result()
+    except CancelledError:
+        return Failure("it was called off before it was finished: start the same again.")
+    except BrokenExecutor:
+        return Failure(
+            "a worker process died, and all that was not finished with it. It was killed, most likely for want of "
+            "memory: start the same again, with fewer workers."
+        )
+    except Exception as error:
+        return Failure(f"its worker died or could not be reached: {_said(error)}", traceback.format_exc())
+    if isinstance(made, Result) and made.made["version"] != code_version():
+        return Failure(
+            f"its worker has holdfast {made.made['version']}, and this is {code_version()}: install the same on both."
+        )
+    return made
+
+
+def _said(error: BaseException) -> str:
+    """An error in a line: what kind it is, and the first line of what it says."""
+    first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    return f"{type(error).__name__}: {first}" if first else type(error).__name__
+
+
+def _write_failure(target: Path, failure: Failure) -> None:
+    try:
+        if failure.traceback:
+            results.write_whole(target, failure.traceback)
+        else:
+            target.unlink(missing_ok=True)  # of an earlier failure
+    except OSError as error:
+        raise DataError(
+            f"{target} could not be written: {error}. Make room, and start the same again: what was finished is kept."
+        ) from error
 
 
 def _done(job: Job, folder: Path) -> Result | None:
     try:
         return job.done(folder)
     except DataError as error:
-        warnings.warn(f"{error} It is run again.", HoldfastWarning, stacklevel=3)
+        warnings.warn(f"{error} Its job is run again.", HoldfastWarning, stacklevel=3)
         return None
 
 
@@ -176,9 +217,7 @@ def _require_writable(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(b"0" * 4096)
+    except FileExistsError as error:
+        raise ArgumentError(f"results cannot be written to {folder}: it is a file, not a folder.") from error
     except OSError as error:
         raise ArgumentError(f"results cannot be written to {folder}: {error}.") from error
-
-
-def _ignore_interrupts() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -6,7 +6,9 @@ import dataclasses
 import functools
 import hashlib
 import platform
+import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -16,6 +18,7 @@ import torch
 from torch import nn
 
 from .. import __version__
+from ..errors import ArgumentError, require_number
 from . import results
 from .catalog import JOINT, METHODS, one_of
 from .measures import Run
@@ -25,7 +28,14 @@ from .runner import run
 from .tasks import joined
 
 # What decides a run's numbers; how they are shown does not.
-_SHOWN_ONLY = ("report", "cli/", "bench/published.py", "bench/grid.py", "bench/results.py", "bench/measures.py")
+_SHOWN_ONLY = (
+    "report/", "cli/", "__main__.py", "bench/digits.py", "bench/engines.py", "bench/grid.py", "bench/measures.py",
+    "bench/published.py", "bench/results.py", "bench/sound.py",
+)  # fmt: skip
+
+# Runs of one process take turns: they share torch's random numbers, its threads and the process's memory, by which
+# their models are made and their costs are measured.
+_TURN = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -41,6 +51,9 @@ class Job:
 
     def __post_init__(self) -> None:
         one_of(self.method, METHODS, "method")
+        require_number(self.strength, "a strength")
+        if not isinstance(self.seed, int) or not 0 <= self.seed < 2**31:
+            raise ArgumentError(f"a seed is a whole number from 0 to {2**31 - 1}, got {self.seed!r}.")
 
     @property
     def config(self) -> dict[str, Any]:
@@ -50,7 +63,7 @@ class Job:
             "description": self.protocol.about,
             "numbers": _plain(dataclasses.asdict(self.protocol)),
             "method": self.method,
-            "strength": self.strength if METHODS[self.method].has_strength else None,
+            "strength": float(self.strength) if METHODS[self.method].has_strength else None,
             "seed": self.seed,
             "validating": self.validating,
         }
@@ -59,11 +72,16 @@ class Job:
     def name(self) -> str:
         """What a line of progress calls it."""
         strength = f" at {self.strength:g}" if METHODS[self.method].has_strength else ""
-        return f"{self.protocol.name}: {self.method}{strength}, seed {self.seed}"
+        validation = ", on validation data" if self.validating else ""
+        return f"{self.protocol.name}: {self.method}{strength}, seed {self.seed}{validation}"
 
     def path(self, folder: Path) -> Path:
         """Where its result is kept."""
         return results.path(folder, self.config, code_version())
+
+    def error_path(self, folder: Path) -> Path:
+        """Where it is written down how it failed, if it did."""
+        return self.path(folder).with_suffix(".error.txt")
 
     def done(self, folder: Path) -> Result | None:
         """Its result, if there is one. A damaged file raises a DataError."""
@@ -91,22 +109,40 @@ def grid(
 def execute(
     job: Job, device: str = "cpu", threads: int | None = None, progress: Callable[[str], None] = lambda learned: None
 ) -> Result:
-    """Make the run. It needs nothing but the job: any process on any machine with the data can do it."""
-    if threads is not None:
-        torch.set_num_threads(threads)
-    method = METHODS[job.method].make(job.strength)
-    tasks = job.protocol.sequence(job.seed, validating=job.validating, device=device)
-    stages = [joined(tasks)] if job.method == JOINT else None
-    own = METHODS[job.method].model
+    """Make the run. It needs nothing but the job: any process on any machine with the data can do it.
 
-    def model() -> nn.Module:
-        return job.protocol.model(tasks) if own is None else own(job.protocol.outputs(tasks))
+    With the device "auto" it is made on a GPU where the machine that makes it has one.
+    """
+    device = present(device)
+    with _TURN, torch.cuda.device(device) if device.startswith("cuda") else nullcontext():
+        if threads is not None:
+            torch.set_num_threads(threads)
+        method = METHODS[job.method].make(job.strength)
+        tasks = job.protocol.sequence(job.seed, validating=job.validating, device=device)
+        stages = [joined(tasks)] if job.method == JOINT else None
+        own = METHODS[job.method].model
 
-    made = run(
-        method, tasks, model, _training(job), name=job.method, seed=job.seed, device=device,
-        stages=stages, progress=progress,
-    )  # fmt: skip
-    return Result(job.config, made, machine(device, job.chosen))
+        def model() -> nn.Module:
+            return job.protocol.model(tasks) if own is None else own(job.protocol.outputs(tasks))
+
+        made = run(
+            method, tasks, model, _training(job), name=job.method, seed=job.seed,
+            device=device, stages=stages, progress=progress,
+        )  # fmt: skip
+        return Result(job.config, made, machine(device, job.chosen))
+
+
+def present(device: str) -> str:
+    """A device of this machine by its name; "auto" is a GPU if there is one."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device == "auto":
+        return "cuda" if count else "cpu"
+    if device == "cpu" or (count and device in ("cuda", *(f"cuda:{index}" for index in range(count)))):
+        return device
+    if device.partition(":")[0] == "cuda":
+        there = f"has {count}, counted from 0" if count else "has no GPU that torch can use: take cpu"
+        raise ArgumentError(f"there is no device {device!r}: this machine {there}.")
+    raise ArgumentError(f"there is no device {device!r}: it is cpu, cuda, cuda:1 and so on, or auto.")
 
 
 def _training(job: Job) -> Any:

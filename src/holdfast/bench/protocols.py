@@ -83,9 +83,24 @@ class Protocol:
             raise ArgumentError(f"a protocol has no {', '.join(sorted(unknown))}.")
         if "epochs" in theirs or "steps" in theirs:  # one says for how long instead of the other
             theirs = {"epochs": None, "steps": None, **theirs}
+        if theirs.get("loss") == "squared":  # its labels are not smoothed
+            theirs.setdefault("label_smoothing", 0.0)
         said = ", ".join(f"{key} {value}" for key, value in sorted(given.items()))
         own = {key: value for key, value in given.items() if key in mine}
+        self._require_applicable(given)
         return replace(self, name=f"{self.name} ({said})", training=replace(self.training, **theirs), **own)
+
+    def _require_applicable(self, given: dict[str, Any]) -> None:
+        """Whether changes make sense here, where that is not for each number alone to say."""
+        tasks, loss = given.get("tasks"), given.get("loss")
+        if tasks is not None and tasks < 2:
+            raise ArgumentError(f"{self.name} with {tasks} tasks has nothing to forget: it takes 2 or more.")
+        if tasks is not None and tasks > self.tasks and self.stream not in ("permuted", "rotated"):
+            raise ArgumentError(f"{self.name} has no more than {self.tasks} tasks, got {tasks}.")
+        if loss is not None and (loss == "tokens") != (self.stream == "text"):
+            raise ArgumentError(f"the loss {loss!r} does not apply to {self.name}: tokens are for text alone.")
+        if (loss or self.training.loss) == "squared" and given.get("label_smoothing"):
+            raise ArgumentError("label smoothing does not apply to the squared loss.")
 
 
 def _on(images: Images, device: str) -> Images:

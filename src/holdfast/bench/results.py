@@ -1,4 +1,4 @@
-"""Results as files: one small JSON file for each run, keyed by all that decides its outcome."""
+"""Results as files: a small JSON file for each run, keyed by all that decides its outcome; or many runs in a bundle."""
 
 from __future__ import annotations
 
@@ -6,18 +6,21 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import math
 import os
 import secrets
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..errors import ArgumentError, DataError, HoldfastWarning
 from .measures import Run
+from .sound import require_sound
 
 FORMAT = 1
+_FILE, _BUNDLE = ".json", ".jsonl"
 
 
 @dataclass(frozen=True)
@@ -62,18 +65,36 @@ def path(folder: Path, job: Mapping[str, Any], version: str) -> Path:
 
 def write(target: Path, result: Result) -> None:
     """Write a result whole or not at all."""
-    text = json.dumps(
-        {"format": FORMAT, "job": result.job, "made": result.made, "run": dataclasses.asdict(result.run)}, indent=1
-    )
+    text = json.dumps(_plain(result), indent=1, allow_nan=False) + "\n"
+    try:
+        write_whole(target, text)
+    except OSError as error:
+        raise DataError(
+            f"{target} could not be written: {error}. This run is lost, and what was finished before it is kept: make "
+            "room, and start the same again."
+        ) from error
+
+
+def bundle(results: Iterable[Result], target: Path) -> None:
+    """Write many results as one file, a line of JSON for each. The same results make the same file, in any order."""
+    if target.suffix != _BUNDLE:
+        raise ArgumentError(f"a bundle is known by its name, which ends in {_BUNDLE}: got {target}.")
+    lines = {_canonical(plain): json.dumps(plain, allow_nan=False) for plain in map(_plain, results)}
+    try:
+        write_whole(target, "".join(f"{lines[each]}\n" for each in sorted(lines)))
+    except OSError as error:
+        raise DataError(f"{target} could not be written: {error}.") from error
+
+
+def write_whole(target: Path, text: str) -> None:
+    """Write a text so that no reader ever sees half of it, and nothing is left of it if it fails."""
     temporary = target.with_name(f".{secrets.token_hex(8)}.tmp")
     try:
         with open(temporary, "x", encoding="utf-8") as file:
-            file.write(text + "\n")
+            file.write(text)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, target)
-    except OSError as error:
-        raise DataError(f"{target} could not be written: {error}. The run was made, and is lost.") from error
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
@@ -81,36 +102,27 @@ def write(target: Path, result: Result) -> None:
 
 def read(source: Path) -> Result:
     """A result from its file; raises a DataError that says what is wrong with it."""
-    try:
-        found = json.loads(source.read_text(encoding="utf-8"))
-        if found["format"] != FORMAT:
-            raise DataError(
-                f"{source} has format {found['format']!r}, and this version of holdfast reads {FORMAT}. Run the bench "
-                "again into another folder, or read it with the version that wrote it."
-            )
-        known = {each.name for each in dataclasses.fields(Run)}
-        result = Result(found["job"], Run(**{k: v for k, v in found["run"].items() if k in known}), found["made"])
-        _require_sound(result)
-    except (OSError, UnicodeDecodeError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        if isinstance(error, DataError):
-            raise
-        raise DataError(f"{source} is not a result of the bench, or is damaged: {error!r}.") from error
-    return result
+    return _parsed(_content(source), str(source))
 
 
-def collected(folder: Path) -> list[Result]:
-    """All the results in a folder and the folders in it. Damaged files are told of and left out."""
-    if not folder.is_dir():
-        raise ArgumentError(f"{folder} is not a folder of results. Make one: holdfast bench --out {folder}.")
-    results = []
-    for each in sorted(folder.rglob("*.json")):
-        try:
-            results.append(read(each))
-        except DataError as error:
-            warnings.warn(f"left out: {error}", HoldfastWarning, stacklevel=2)
-    if not results:
-        raise DataError(f"{folder} has no results. Make some: holdfast bench --out {folder}.")
-    return results
+def collected(source: Path) -> list[Result]:
+    """The results in a folder and the folders in it, or in one file, once each. Damaged ones are told and left out."""
+    if source.is_dir():
+        files = sorted(file for file in source.rglob("*") if file.suffix in (_FILE, _BUNDLE))
+    elif source.is_file() and source.suffix in (_FILE, _BUNDLE):
+        files = [source]
+    else:
+        raise ArgumentError(
+            f"{source} is not a folder of results, nor a file of them ({_FILE}, {_BUNDLE}). Make a folder: holdfast "
+            f"bench --out {source}."
+        )
+    found: dict[str, Result] = {}
+    for file in files:
+        for result in _readable(file):
+            found.setdefault(_canonical(_plain(result)), result)
+    if not found:
+        raise DataError(f"{source} has no results. Make some: holdfast bench --out {source}.")
+    return list(found.values())
 
 
 def grouped(results: list[Result]) -> Iterator[tuple[str, list[Result]]]:
@@ -120,15 +132,69 @@ def grouped(results: list[Result]) -> Iterator[tuple[str, list[Result]]]:
         yield protocol, [one for one in final if one.protocol == protocol]
 
 
-def _require_sound(result: Result) -> None:
-    run = result.run
-    if not run.accuracy or any(len(row) != len(run.accuracy[0]) for row in run.accuracy):
-        raise DataError("its table of accuracies is empty or ragged.")
-    if not all(0.0 <= value <= 1.0 for row in run.accuracy for value in row):
-        raise DataError("its accuracies are not between 0 and 1.")
-    for name in ("protocol", "method", "seed", "strength", "validating"):
-        result.job[name]
+def _readable(file: Path) -> Iterator[Result]:
+    """The results of a file: one, or in a bundle one for each line."""
+    try:
+        content = _content(file)
+    except DataError as error:
+        _left_out(error)
+        return
+    lines = enumerate(content.split(b"\n"), 1)
+    parts = [(f"{file}, line {number}", line) for number, line in lines if line.strip()]
+    for where, part in parts if file.suffix == _BUNDLE else [(str(file), content)]:
+        try:
+            yield _parsed(part, where)
+        except DataError as error:
+            _left_out(error)
+
+
+def _left_out(error: DataError) -> None:
+    warnings.warn(f"left out: {error}", HoldfastWarning, stacklevel=4)
+
+
+def _content(file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise DataError(f"{file} could not be read: {error}.") from error
+
+
+def _parsed(content: bytes, where: str) -> Result:
+    try:
+        found = json.loads(content.decode("utf-8"))
+        if found["format"] != FORMAT:
+            raise DataError(
+                f"{where} has format {found['format']!r}, and this version of holdfast reads {FORMAT}. Run the bench "
+                "again into another folder, or read it with the version that wrote it."
+            )
+        known = {each.name for each in dataclasses.fields(Run)}
+        run = {name: value for name, value in found["run"].items() if name in known}
+        run["nll"] = [[_number(value) for value in row] for row in run.get("nll", [])]
+        result = Result(found["job"], Run(**run), found["made"])
+        require_sound(result.job, result.made, result.run)
+        _canonical(_plain(result)).encode()  # half a pair of characters could not be written again
+    except DataError:
+        raise
+    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
+        said = str(error) if isinstance(error, ValueError) else repr(error)
+        raise DataError(f"{where} is not a result of the bench, or is damaged: {said}.") from error
+    return result
+
+
+def _plain(result: Result) -> dict[str, Any]:
+    """A result as JSON has it. Training that diverges has likelihoods that JSON has no numbers for."""
+    run = dataclasses.asdict(result.run)
+    run["nll"] = [[_written(value) for value in row] for row in run["nll"]]
+    return {"format": FORMAT, "job": result.job, "made": result.made, "run": run}
+
+
+def _written(value: float) -> float | str | None:
+    return None if math.isnan(value) else str(value) if math.isinf(value) else value
+
+
+def _number(value: Any) -> Any:
+    return math.nan if value is None else float(value) if value in ("inf", "-inf") else value
 
 
 def _canonical(value: object) -> str:
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)

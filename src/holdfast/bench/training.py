@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +19,7 @@ from ..likelihood import Likelihood, categorical, gaussian, tokens
 from .tasks import Split, Task, masked
 
 Attach = Callable[[Optimizer], AbstractContextManager[Any]]
+Loss = Literal["cross-entropy", "squared", "tokens"]
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Training:
     momentum: float = 0.0
     schedule: Literal["constant", "cosine"] = "constant"
     label_smoothing: float = 0.0
-    loss: Literal["cross-entropy", "squared", "tokens"] = "cross-entropy"
+    loss: Loss = "cross-entropy"
 
     def __post_init__(self) -> None:
         if (self.epochs is None) == (self.steps is None):
@@ -46,6 +47,10 @@ class Training:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise ArgumentError(f"{name} is a whole number, 1 or more, got {value!r}.")
+        if self.loss not in get_args(Loss):
+            raise ArgumentError(f"a loss is one of {', '.join(get_args(Loss))}, got {self.loss!r}.")
+        if not 0.0 <= self.label_smoothing < 1.0:
+            raise ArgumentError(f"label_smoothing is 0 or more and less than 1, got {self.label_smoothing!r}.")
 
     @property
     def likelihood(self) -> Likelihood:

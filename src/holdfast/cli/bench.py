@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,10 +15,11 @@ import torch
 import typer
 from rich.box import SIMPLE_HEAD
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from .console import app, console, need, or_exit
+from ..errors import ArgumentError
+from .console import app, console, interruptible, need, or_exit, plain_warnings
+from .progress import Shown
 
 if TYPE_CHECKING:
     from ..bench.grid import Outcome
@@ -37,7 +40,7 @@ def bench(
     out: Annotated[Path, typer.Option(help="The folder of results; what is there is not run again.")] = Path("results"),
     workers: Annotated[int, typer.Option(min=0, help="Processes to run jobs in; 0 is this one.")] = 0,
     device: Annotated[str, typer.Option(help="cpu, cuda, or auto: a GPU if there is one.")] = "auto",
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads of each job.")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads of each job; else workers share all.")] = None,
     dask: Annotated[str | None, typer.Option(help="Run the jobs on a dask cluster: its scheduler's address.")] = None,
     commands: Annotated[bool, typer.Option(help="Print a command for each job instead, for any scheduler.")] = False,
     show: Annotated[bool, typer.Option("--list", help="List the protocols and the methods.")] = False,
@@ -49,107 +52,110 @@ def bench(
 ) -> None:
     """Run continual-learning protocols, fairly and reproducibly. Started again, it goes on where it stopped."""
     need("The bench", {"sklearn": "bench"})
-    from ..bench.catalog import METHODS, one_of
-    from ..bench.grid import others, run_all, swept
-    from ..bench.jobs import grid
-    from ..bench.protocols import PROTOCOLS
-
     if show:
         _list()
         return
     changes: dict[str, Any] = {
         "tasks": tasks, "epochs": epochs, "steps": steps, "loss": loss, "label_smoothing": label_smoothing,
     }  # fmt: skip
-    chosen: list[Protocol] = or_exit(
-        lambda: [one_of(name, PROTOCOLS, "protocol").changed(**changes) for name in protocols or ["digits"]]
-    )
-    names = list(METHODS) if methods == "all" else [name.strip() for name in methods.split(",") if name.strip()]
-    or_exit(lambda: [one_of(name, METHODS, "method") for name in names])
-    numbers = _numbers(seeds, "seeds", int)
-    wanted = numbers if "," in seeds else list(range(numbers[0]))
-    tried = _numbers(strengths, "strengths", float)
-    where = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
-    if commands:
-        _print_commands(grid(chosen, names, wanted, tried), out, where, changes)
-        return
-    for version, count in others(out).items():
-        console.print(f"[dim]{out} has {count} results of holdfast {version}: they stay, and are not used.[/dim]")
-    total = len(grid(chosen, names, wanted, tried if not sweep else (1.0,)))
-    total += len([n for n in names if METHODS[n].has_strength]) * len(tried) * len(chosen) if sweep else 0
-    try:
-        with _engine(workers, dask) as executor, _Shown(total) as shown:
-
-            def runner(jobs: Sequence[Job]) -> Outcome:
-                return run_all(jobs, out, executor, device=where, threads=threads, progress=shown.finished)
-
-            outcome = or_exit(
-                lambda: (
-                    swept(chosen, names, wanted, tried, sweep_tasks, runner)
-                    if sweep
-                    else runner(grid(chosen, names, wanted, tried))
-                )
-            )
-    except KeyboardInterrupt:
-        console.print("Stopped. What was finished is kept: the same command goes on from there.")
-        raise typer.Exit(130) from None
-    _print_outcome(outcome, out)
+    with interruptible("Stopped. What was finished is kept: the same command goes on from there."), plain_warnings():
+        asked = or_exit(lambda: _Asked.of(protocols or ["digits"], methods, seeds, strengths, changes))
+        if commands:
+            _print_commands(asked, out, device, threads, sweep_tasks if sweep else None, changes)
+            return
+        outcome = or_exit(lambda: _run(asked, out, workers, dask, device, threads, sweep_tasks if sweep else None))
+        _print_outcome(outcome, out)
     if outcome.failed:
         raise typer.Exit(1)
 
 
+@dataclass(frozen=True)
+class _Asked:
+    """What is to be run, every word of it understood."""
+
+    protocols: list[Protocol]
+    methods: list[str]
+    seeds: list[int]
+    strengths: list[float]
+
+    @classmethod
+    def of(cls, protocols: list[str], methods: str, seeds: str, strengths: str, changes: dict[str, Any]) -> _Asked:
+        from ..bench.catalog import METHODS, one_of
+        from ..bench.protocols import PROTOCOLS
+
+        names = list(METHODS) if methods == "all" else [name.strip() for name in methods.split(",") if name.strip()]
+        if not names:
+            raise ArgumentError("--methods names no method; `holdfast bench --list` shows them.")
+        for name in names:
+            one_of(name, METHODS, "method")
+        numbers = _numbers(seeds, "seeds", int)
+        if numbers == [0] and "," not in seeds:
+            raise ArgumentError("--seeds 0 runs nothing: it is how many, or which with a comma (`--seeds 0,`).")
+        return cls(
+            [one_of(name, PROTOCOLS, "protocol").changed(**changes) for name in protocols],
+            names,
+            numbers if "," in seeds else list(range(numbers[0])),
+            _numbers(strengths, "strengths", float),
+        )
+
+    @property
+    def jobs(self) -> list[Job]:
+        from ..bench.jobs import grid
+
+        return list(dict.fromkeys(grid(self.protocols, self.methods, self.seeds, self.strengths)))
+
+    def sweep(self, tasks: int) -> tuple[list[Job], list[Job]]:
+        """The jobs of a sweep's two stages; those of the second before their strengths are known."""
+        from ..bench.grid import trials
+        from ..bench.jobs import grid
+
+        first = trials(self.protocols, self.methods, self.strengths, tasks)
+        return list(dict.fromkeys(first)), list(dict.fromkeys(grid(self.protocols, self.methods, self.seeds)))
+
+
+def _run(
+    asked: _Asked, out: Path, workers: int, address: str | None, device: str, threads: int | None, sweep: int | None
+) -> Outcome:
+    from ..bench.grid import dask, others, processes, run_all, swept
+    from ..bench.jobs import present
+
+    if workers and address:
+        raise ArgumentError("jobs run in --workers or on --dask, not both.")
+    if not address:  # another machine's devices are its own
+        device = present(device)
+    if workers and threads is None:
+        threads = max(1, torch.get_num_threads() // workers)
+    for version, count in others(out).items():
+        said = f"{out} has {count} results of holdfast {version}: they stay, and are not used."
+        console.print(f"[dim]{escape(said)}[/dim]", soft_wrap=True)
+    total = len(asked.jobs) if sweep is None else sum(map(len, asked.sweep(sweep)))
+    engine = dask(address) if address else processes(workers) if workers else nullcontext()
+    with engine as executor, Shown(console, total) as shown:
+
+        def runner(jobs: Sequence[Job]) -> Outcome:
+            return run_all(
+                jobs, out, executor, device=device, threads=threads, planned=shown.planned, progress=shown.finished
+            )
+
+        if sweep is None:
+            return runner(asked.jobs)
+        return swept(asked.protocols, asked.methods, asked.seeds, asked.strengths, sweep, runner)
+
+
 @app.command()
 def report(
-    results: Annotated[Path, typer.Argument(help="A folder of results, as holdfast bench writes them.")],
+    results: Annotated[Path, typer.Argument(help="A folder of results, as holdfast bench writes it, or a bundle.")],
     out: Annotated[Path, typer.Option(help="Where to write the page.")] = Path("holdfast-report.html"),
     markdown: Annotated[Path | None, typer.Option(help="Also write the tables, as Markdown.")] = None,
     csv: Annotated[Path | None, typer.Option(help="Also write every run's numbers, as CSV.")] = None,
+    bundle: Annotated[Path | None, typer.Option(help="Also write all the results into one file, .jsonl.")] = None,
 ) -> None:
     """Make one page of a bench's results: leaderboards beside published numbers, curves, costs."""
     need("The report", {"jinja2": "report", "matplotlib": "report"})
     from ..report import report_command
 
-    or_exit(lambda: report_command(results, out, markdown, csv))
+    or_exit(lambda: report_command(results, out, markdown, csv, bundle))
     console.print(f"The page: [bold]{escape(str(out.resolve()))}[/bold]", soft_wrap=True)
-
-
-class _Shown:
-    """A bar with the time left; lines of its own for what fails."""
-
-    def __init__(self, total: int) -> None:
-        columns = (
-            TextColumn("{task.description:<48}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-            TextColumn("left"), TimeRemainingColumn(elapsed_when_finished=False),
-        )  # fmt: skip
-        self._bar = Progress(*columns, console=console, speed_estimate_period=3600)
-        self._work = self._bar.add_task("running", total=total)
-
-    def finished(self, job: Job, result: Any) -> None:
-        if result is None:
-            self._bar.console.print(f"[red]failed[/red] {escape(job.name)}")
-        else:
-            job_said = f"{job.name}: {100 * result.run.average:.1f} %"
-            if not self._bar.console.is_terminal:
-                self._bar.console.print(escape(job_said))
-            self._bar.update(self._work, description=job_said[-48:])
-        self._bar.advance(self._work)
-
-    def __enter__(self) -> _Shown:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._bar.stop()
-
-
-@contextmanager
-def _engine(workers: int, address: str | None) -> Iterator[Any]:
-    from ..bench import grid
-
-    if workers and address:
-        sys.exit("Jobs run in --workers or on --dask, not both.")
-    chosen = grid.dask(address) if address else grid.processes(workers) if workers else nullcontext()
-    with chosen as executor:
-        yield executor
 
 
 def _list() -> None:
@@ -167,21 +173,41 @@ def _list() -> None:
 def _numbers(text: str, what: str, kind: type) -> list[Any]:
     try:
         found = [kind(each) for each in text.split(",") if each.strip()]
-        if not found or min(found) < 0:
+        if not found or not all(0 <= each < math.inf for each in found):
             raise ValueError
     except ValueError:
-        sys.exit(f"--{what} takes numbers with commas between them, 0 or more, got {text!r}.")
+        raise ArgumentError(f"--{what} takes numbers with commas between them, 0 or more, got {text!r}.") from None
     return found
 
 
-def _print_commands(jobs: Sequence[Job], out: Path, device: str, changes: dict[str, Any]) -> None:
-    given = [
-        part for name, value in changes.items() if value is not None for part in (f"--{name.replace('_', '-')}", value)
-    ]
-    for job in jobs:
-        words = ["holdfast", "bench", job.protocol.name.split(" (")[0], "--methods", job.method]
-        words += ["--seeds", f"{job.seed},", "--strengths", f"{job.strength:g}", "--out", str(out), "--device", device]
-        print(shlex.join(str(word) for word in [*words, *given]))
+def _print_commands(
+    asked: _Asked, out: Path, device: str, threads: int | None, sweep: int | None, changes: dict[str, Any]
+) -> None:
+    """A line for each job; of a sweep, whose second stage waits for its first, one for each method."""
+    shared = {"out": out, "device": device, "threads": threads, **changes}
+    if sweep is None:
+        for job in asked.jobs:
+            _print_command(job.protocol.name, job.method, [job.seed], [job.strength], [], shared)
+        return
+    print(
+        "A sweep has two stages: strengths are chosen on validation data, then run. Each command does both for one "
+        "method, for all seeds.",
+        file=sys.stderr,
+    )
+    for protocol in asked.protocols:
+        for method in asked.methods:
+            how = ["--sweep", "--sweep-tasks", str(sweep)]
+            _print_command(protocol.name, method, asked.seeds, asked.strengths, how, shared)
+
+
+def _print_command(
+    protocol: str, method: str, seeds: list[int], strengths: list[float], how: list[str], shared: dict[str, Any]
+) -> None:
+    words = ["holdfast", "bench", protocol.split(" (")[0], "--methods", method]
+    words += ["--seeds", "".join(f"{seed}," for seed in seeds), "--strengths", ",".join(map(repr, strengths)), *how]
+    for name, value in shared.items():
+        words += [] if value is None else [f"--{name.replace('_', '-')}", str(value)]
+    print(shlex.join(words))
 
 
 def _print_outcome(outcome: Outcome, out: Path) -> None:
@@ -190,7 +216,7 @@ def _print_outcome(outcome: Outcome, out: Path) -> None:
 
     for protocol, results in grouped(list(outcome.found.values())):
         table = Table(title=protocol, title_justify="left", box=SIMPLE_HEAD)
-        for heading in ("method", "strength", "average, %", "forgotten, points", "each when new, %", "seeds"):
+        for heading in ("method", "strength", "average, %", "forgotten,\npoints", "each when\nnew, %", "seeds"):
             table.add_column(heading, justify="left" if heading == "method" else "right", no_wrap=True)
         for method, strength in dict.fromkeys((one.run.method, one.strength) for one in results):
             runs = [one.run for one in results if (one.run.method, one.strength) == (method, strength)]
@@ -198,5 +224,10 @@ def _print_outcome(outcome: Outcome, out: Path) -> None:
             table.add_row(method, "" if strength is None else f"{strength:g}", *cells, str(len(runs)))
         console.print(table)
     for job, error in outcome.failed.items():
-        console.print(f"[red]failed[/red] {escape(job.name)}: {escape(error.strip().splitlines()[-1])}")
-    console.print(f"The page of all this: [bold]holdfast report {escape(shlex.quote(str(out)))}[/bold]", soft_wrap=True)
+        written = job.error_path(out)
+        more = f" All of it: {written}" if written.exists() else ""
+        console.print(f"[red]failed[/red] {escape(f'{job.name}: {error}{more}')}", soft_wrap=True)
+    if outcome.found:
+        console.print(
+            f"The page of all this: [bold]holdfast report {escape(shlex.quote(str(out)))}[/bold]", soft_wrap=True
+        )

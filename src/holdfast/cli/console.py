@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from .. import __version__
-from ..errors import HoldfastError
+from ..errors import HoldfastError, HoldfastWarning
 
 try:
     import typer
     from rich.console import Console
+    from rich.markup import escape
 except ImportError as missing:  # the core installs without them
     sys.exit(f"The holdfast command needs {missing.name}: install holdfast with its `cli` extra.")
 
@@ -44,6 +47,32 @@ def or_exit(work: Callable[[], Result]) -> Result:
         return work()
     except HoldfastError as error:
         sys.exit(str(error))
+
+
+@contextmanager
+def interruptible(said: str) -> Iterator[None]:
+    """Ctrl-C in here says so in one line, and exits with the status that shells give it."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        console.print(escape(said), soft_wrap=True)
+        raise typer.Exit(130) from None
+
+
+@contextmanager
+def plain_warnings() -> Iterator[None]:
+    """The library's own warnings as lines to read, without the place in the code that they come from."""
+
+    def show(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
+        if issubclass(category, HoldfastWarning):
+            console.print(escape(str(message)), soft_wrap=True)
+        else:
+            usual(message, category, *where, **more)
+
+    with warnings.catch_warnings():
+        usual, warnings.showwarning = warnings.showwarning, show
+        warnings.simplefilter("default", HoldfastWarning)
+        yield
 
 
 def need(what: str, packages: dict[str, str]) -> None:

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ..bench.results import Result, collected
+from ..bench.results import Result, bundle, collected
 from ..errors import ArgumentError, DataError
 from .canvas import Mark, marks
 from .figures import curves
@@ -40,11 +40,16 @@ def bench_page(
     return rendered("bench.html", title=title, count=len(runs), facts=facts, parts=parts)
 
 
-def report_command(results: Path, out: Path, markdown: Path | None = None, csv: Path | None = None) -> None:
-    """Read a folder of results, and write the page, and the tables as Markdown and CSV if asked for."""
-    targets = [path for path in (out, markdown, csv) if path is not None]
+def report_command(
+    results: Path, out: Path, markdown: Path | None = None, csv: Path | None = None, bundled: Path | None = None
+) -> None:
+    """Read a folder of results or a bundle, and write the page; if asked for, the tables as Markdown and CSV.
+
+    `bundled` is written with all the results, validation runs too: one file to keep instead of a folder.
+    """
+    targets = [path for path in (out, markdown, csv, bundled) if path is not None]
     if len({path.resolve() for path in targets}) < len(targets):
-        raise ArgumentError("The page, the Markdown and the CSV need a file each: two of them have the same name.")
+        raise ArgumentError("The page, the tables and the bundle need a file each: two of them have the same name.")
     for path in targets:  # before the work, not after it
         if not path.resolve().parent.is_dir():
             raise ArgumentError(f"{path} could not be written: its folder does not exist.")
@@ -54,6 +59,8 @@ def report_command(results: Path, out: Path, markdown: Path | None = None, csv: 
     left_out = [str(warning.message) for warning in caught]
     for line in left_out:
         print(line, file=sys.stderr)
+    if bundled is not None:
+        bundle(found, bundled)
     _write(out, bench_page(found, left_out=left_out))
     if markdown is not None:
         _write(markdown, as_markdown(tables(found)))

@@ -1,0 +1,88 @@
+"""What jobs run on: worker processes of this machine, or a dask cluster. Both have the futures interface."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+import warnings
+from collections.abc import Iterator
+from concurrent.futures import Executor, ProcessPoolExecutor
+from contextlib import contextmanager
+
+from ..errors import ArgumentError, HoldfastWarning
+
+_ANSWER = 15.0  # seconds that a scheduler is given to answer
+_ENDING = 5.0  # seconds that a worker is given to end
+
+
+@contextmanager
+def processes(count: int) -> Iterator[Executor]:
+    """Worker processes on this machine. Left by an error or Ctrl-C, they are stopped at once."""
+    others = set(multiprocessing.active_children())
+    pool = ProcessPoolExecutor(count, multiprocessing.get_context("spawn"), initializer=_begin)
+    try:
+        yield pool
+        pool.shutdown()
+    except BaseException:
+        pool.shutdown(wait=False, cancel_futures=True)
+        workers = [child for child in multiprocessing.active_children() if child not in others]
+        for worker in workers:
+            worker.terminate()
+        for worker in workers:
+            worker.join(_ENDING)
+            if worker.is_alive():
+                worker.kill()
+        raise
+
+
+@contextmanager
+def dask(address: str) -> Iterator[Executor]:
+    """The workers of a dask cluster, by the address of its scheduler. Left by an error, its jobs are called off."""
+    try:
+        from distributed import Client
+        from distributed.comm import resolve_address
+    except ImportError as missing:
+        raise ArgumentError(f"{missing.name} is not installed: install holdfast with its `dask` extra.") from missing
+    try:
+        resolve_address(address)  # a client that cannot read its address waits half a minute before it ends
+        client = Client(address, timeout=_ANSWER, set_as_default=False)
+    except (OSError, TimeoutError, ValueError) as error:
+        said = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ArgumentError(f"no dask scheduler answers at {address!r}: {said.rstrip('.')}.") from error
+    with client:
+        if not client.nthreads():
+            warnings.warn(f"{address} has no workers yet: the jobs wait for one.", HoldfastWarning, stacklevel=3)
+        executor = client.get_executor(pure=False)
+        try:
+            yield executor
+        except BaseException:
+            executor.shutdown(wait=False)
+            raise
+
+
+@contextmanager
+def interrupts_held() -> Iterator[None]:
+    """Processes that are started meanwhile never hear of Ctrl-C: it is for the one that started them to tell them."""
+    if not hasattr(signal, "pthread_sigmask"):  # Windows, where `_begin` has to do
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _begin() -> None:
+    """In a worker: leave Ctrl-C to the main process, and do not outlive it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)

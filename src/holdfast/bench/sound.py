@@ -1,0 +1,63 @@
+"""What a result read from a file must be to be shown: every value of its kind, every list of its length."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from .measures import Run
+
+
+def require_sound(job: Mapping[str, Any], made: Mapping[str, Any], run: Run) -> None:
+    """Raise a ValueError, or what comes of taking a thing for another, where a table or a picture would fail."""
+    stages, tasks = len(run.accuracy), len(run.accuracy[0]) if run.accuracy else 0
+    if not tasks:
+        raise ValueError("its table of accuracies is empty")
+    _require_table("accuracy", run.accuracy, stages, tasks, _is_share)
+    if run.nll:
+        _require_table("nll", run.nll, stages, tasks, _is_number)
+    _require("untrained", run.untrained, tasks, _is_share)
+    _require("lowest", run.lowest, stages, lambda value: value is None or _is_share(value))
+    for name in ("learning_seconds", "remembering_seconds"):
+        _require(name, getattr(run, name), stages, _is_amount)
+    for name in ("kept_bytes", "learning_bytes", "remembering_bytes"):
+        _require(name, getattr(run, name), stages, _is_count)
+    _require("strength", [job["strength"]], 1, lambda value: value is None or _is_amount(value))
+    _require("seed", [job["seed"], run.seed], 2, _is_count)
+    _require("validating", [job["validating"]], 1, lambda value: isinstance(value, bool))
+    _require("names", [job["protocol"], job["method"], run.method], 3, lambda value: isinstance(value, str))
+    if not isinstance(job, Mapping) or not isinstance(made, Mapping):
+        raise ValueError("its `job` or its `made` is no table of names")
+
+
+def _require_table(name: str, rows: object, stages: int, tasks: int, sound: Callable[[Any], bool]) -> None:
+    if not isinstance(rows, list) or len(rows) != stages or not all(isinstance(row, list) and row for row in rows):
+        raise ValueError(f"its `{name}` is no table with a row for each of {stages} stages")
+    for row in rows:
+        _require(name, row, tasks, sound)
+
+
+def _require(name: str, values: object, length: int, sound: Callable[[Any], bool]) -> None:
+    """A list of sound values, as many as there should be or, where it was not measured, none."""
+    if not isinstance(values, list) or len(values) not in (0, length):
+        raise ValueError(f"its `{name}` is no list of {length}")
+    for value in values:
+        if not sound(value):
+            raise ValueError(f"its `{name}` cannot be {value!r}")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, float) or _is_count(value)
+
+
+def _is_share(value: Any) -> bool:
+    return _is_number(value) and 0.0 <= value <= 1.0
+
+
+def _is_amount(value: Any) -> bool:
+    return _is_number(value) and 0.0 <= value < math.inf
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63

@@ -1,0 +1,148 @@
+"""Jobs: keyed by all that decides them, the same on every machine."""
+
+import shutil
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+import holdfast
+from holdfast.bench import jobs
+from holdfast.bench.engines import processes
+from holdfast.bench.jobs import Job, chosen, code_version, execute, grid, present
+from holdfast.bench.measures import Run
+from holdfast.bench.protocols import PROTOCOLS
+from holdfast.errors import ArgumentError
+
+QUICK = PROTOCOLS["digits"].changed(tasks=2, epochs=1)
+
+
+def test_a_grid_has_every_combination_once_seeds_outermost():
+    found = grid([QUICK], ["joint", "ewc"], [0, 1], [1.0, 10.0])
+    assert [(job.seed, job.method, job.strength) for job in found] == [
+        (0, "joint", 1.0), (0, "ewc", 1.0), (0, "ewc", 10.0), (1, "joint", 1.0), (1, "ewc", 1.0), (1, "ewc", 10.0),
+    ]  # fmt: skip
+
+
+def test_a_job_is_known_by_its_numbers_and_not_by_how_they_were_written(tmp_path):
+    one = Job(QUICK, "ewc", 0, 1.0)
+    assert Job(QUICK, "ewc", 0, 1).path(tmp_path) == one.path(tmp_path)
+    assert Job(QUICK, "ewc", 0, 1.0, chosen=True).path(tmp_path) == one.path(tmp_path)
+    others = [
+        Job(QUICK, "ewc", 0, 2.0), Job(QUICK, "ewc", 1), Job(QUICK, "l2", 0), Job(QUICK, "ewc", 0, validating=True),
+        Job(PROTOCOLS["digits"].changed(tasks=2, epochs=2), "ewc", 0),
+    ]  # fmt: skip
+    assert len({job.path(tmp_path) for job in [one, *others]}) == 6
+    # What holds nothing has no strength.
+    assert Job(QUICK, "joint", 0, 2.0).path(tmp_path) == Job(QUICK, "joint", 0, 1.0).path(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"method": "ewk"}, "Did you mean ewc"),
+        ({"strength": -1.0}, "a strength must be"),
+        ({"strength": float("nan")}, "a strength must be"),
+        ({"seed": -1}, "a seed is"),
+        ({"seed": 0.5}, "a seed is"),
+        ({"seed": 2**40}, "a seed is"),
+    ],
+)
+def test_a_job_that_makes_no_sense_is_refused(wrong, message):
+    with pytest.raises(ArgumentError, match=message):
+        Job(**{"protocol": QUICK, "method": "ewc", "seed": 0, **wrong})
+
+
+def test_a_run_repeats_and_tells_what_it_is_a_run_of():
+    job = Job(QUICK, "ewc", 3, 10.0, chosen=True)
+    once, again = execute(job, threads=1), execute(job, threads=1)
+    assert once.run.accuracy == again.run.accuracy
+    assert once.run.nll == again.run.nll
+    assert once.job == job.config
+    assert (once.run.method, once.run.seed) == ("ewc", 3)
+    assert once.made["version"] == code_version()
+    assert once.made["strength_chosen_on"] == "validation"
+
+
+def test_threads_of_one_process_take_turns(monkeypatch):
+    """Two at once would draw their models' weights from the same random numbers."""
+    running, most = [], []
+
+    def slow(*args, name, seed, **options):
+        running.append(seed)
+        most.append(len(running))
+        time.sleep(0.02)
+        running.remove(seed)
+        return Run(name, seed, [[0.5, 0.5]])
+
+    monkeypatch.setattr(jobs, "run", slow)
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda seed: execute(Job(QUICK, "ewc", seed)), range(6)))
+    assert [one.run.seed for one in found] == list(range(6))
+    assert max(most) == 1
+
+
+def test_joint_training_has_one_stage_with_the_steps_of_all():
+    protocol = PROTOCOLS["digits"].changed(tasks=2, steps=3)
+    assert jobs._training(Job(protocol, "joint", 0)).steps == 6
+    assert jobs._training(Job(protocol, "ewc", 0)).steps == 3
+    assert len(execute(Job(protocol, "joint", 0), threads=1).run.accuracy) == 1
+
+
+def test_the_strength_is_chosen_among_validation_runs_and_the_first_wins_a_tie():
+    def runs(averages):
+        return {
+            Job(QUICK, "ewc", seed, strength, validating=True): Run("ewc", seed, [[value]])
+            for strength, values in averages.items()
+            for seed, value in enumerate(values)
+        }
+
+    assert chosen(runs({1.0: [0.5, 0.7], 10.0: [0.9, 0.5], 100.0: [0.1, 0.1]}), lambda job: True) == 10.0
+    assert chosen(runs({10.0: [0.5], 1.0: [0.5]}), lambda job: True) == 10.0
+    tested = {Job(QUICK, "ewc", 0, 1000.0): Run("ewc", 0, [[1.0]])}
+    assert chosen({**runs({1.0: [0.5]}), **tested}, lambda job: True) == 1.0
+
+
+def test_a_device_is_one_that_is_there(monkeypatch):
+    assert present("cpu") == "cpu"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert present("auto") == "cpu"
+    with pytest.raises(ArgumentError, match="no GPU that torch can use"):
+        present("cuda")
+    for wrong in ("nonsense", "cpu:1", "", "meta"):
+        with pytest.raises(ArgumentError, match="there is no device"):
+            present(wrong)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert [present(each) for each in ("auto", "cuda", "cuda:1")] == ["cuda", "cuda", "cuda:1"]
+    with pytest.raises(ArgumentError, match="has 2, counted from 0"):
+        present("cuda:2")
+
+
+def test_the_version_is_the_same_in_a_worker():
+    with processes(1) as pool:
+        assert pool.submit(code_version).result() == code_version()
+
+
+def test_the_version_tells_what_decides_a_run_and_not_how_it_is_shown(tmp_path, monkeypatch):
+    root = Path(holdfast.__file__).parent
+    for prefix in jobs._SHOWN_ONLY:
+        assert (root / prefix).exists(), prefix
+    copy = tmp_path / "holdfast"
+    shutil.copytree(root, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setattr(jobs, "__file__", str(copy / "bench" / "jobs.py"))
+
+    def version():
+        return code_version.__wrapped__()
+
+    before = version()
+    assert before == code_version()
+    for name in ("cli/bench.py", "report/tables.py", "bench/published.py", "bench/digits.py", "bench/results.py"):
+        (copy / name).write_text("# another", encoding="utf-8")
+        assert version() == before, name
+    for name in ("bench/methods.py", "precision/kronecker.py", "bench/data/images.py"):
+        (copy / name).write_text("# another", encoding="utf-8")
+        assert version() != before, name
+        before = version()

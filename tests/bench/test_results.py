@@ -1,0 +1,178 @@
+"""Results as files: what comes back is what was written, and what is damaged is told."""
+
+import errno
+import json
+import math
+import os
+from dataclasses import replace
+
+import pytest
+
+from holdfast.bench import results
+from holdfast.bench.measures import Run
+from holdfast.bench.results import Result, bundle, collected, read, write
+from holdfast.errors import ArgumentError, DataError, HoldfastWarning
+
+MADE = {"version": "1", "device": "cpu"}
+
+
+def result(seed=0, method="ewc", **run):
+    job = {"protocol": "toy", "description": "2×100", "method": method, "strength": 1.0, "seed": seed,
+           "validating": False}  # fmt: skip
+    return Result(job, Run(method, seed, [[0.9, 0.1], [0.7, 0.8]], **run), MADE)
+
+
+FULL = result(
+    nll=[[0.1, 2.0], [0.3, 0.2]], untrained=[0.1, 0.1], lowest=[None, 0.5], learning_seconds=[1.0, 2.0],
+    remembering_seconds=[0.0, 0.5], kept_bytes=[1, 2], learning_bytes=[3, 4], remembering_bytes=[5, 6],
+)  # fmt: skip
+
+
+def damaged(path, change):
+    """The file of a sound result, with a change to what it says."""
+    write(path, FULL)
+    content = json.loads(path.read_text(encoding="utf-8"))
+    change(content)
+    path.write_text(json.dumps(content), encoding="utf-8")
+    return path
+
+
+def test_a_result_comes_back_as_it_was(tmp_path):
+    write(tmp_path / "one.json", FULL)
+    assert read(tmp_path / "one.json") == FULL
+    assert [path.name for path in tmp_path.iterdir()] == ["one.json"]
+
+
+def test_a_likelihood_that_is_no_number_comes_back_from_strict_json(tmp_path):
+    diverged = result(nll=[[0.1, math.inf], [math.nan, -math.inf]])
+    write(tmp_path / "one.json", diverged)
+    text = (tmp_path / "one.json").read_text(encoding="utf-8")
+    json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    (low, high), (none, least) = read(tmp_path / "one.json").run.nll
+    assert (low, high, least) == (0.1, math.inf, -math.inf)
+    assert math.isnan(none)
+
+
+def test_the_key_depends_on_all_of_the_job_and_on_the_version():
+    job = dict(FULL.job)
+    keys = {results.key(job, "1"), results.key(job, "2"), results.key({**job, "seed": 1}, "1"),
+            results.key({**job, "numbers": {"epochs": 2}}, "1")}  # fmt: skip
+    assert len(keys) == 4
+    assert results.key(dict(reversed(job.items())), "1") in keys
+
+
+@pytest.mark.parametrize(
+    ("part", "name", "value"),
+    [
+        ("run", "accuracy", []), ("run", "accuracy", [[]]), ("run", "accuracy", [[0.9, 0.1], [0.7]]),
+        ("run", "accuracy", [[0.9, 1.1], [0.7, 0.8]]), ("run", "accuracy", [[0.9, None], [0.7, 0.8]]),
+        ("run", "accuracy", [[0.9, True], [0.7, 0.8]]), ("run", "accuracy", [["0.9", 0.1], [0.7, 0.8]]),
+        ("run", "accuracy", 0.9), ("run", "accuracy", {"0": [0.5]}), ("run", "accuracy", None),
+        ("run", "nll", [[0.1, 0.2]]), ("run", "nll", [[0.1], [0.2]]), ("run", "nll", [[0.1, "x"], [0.1, 0.2]]),
+        ("run", "nll", [[], []]), ("run", "nll", 3), ("run", "untrained", [0.1]), ("run", "untrained", [0.1, None]),
+        ("run", "lowest", [None, 2.0]), ("run", "lowest", [None]), ("run", "lowest", None),
+        ("run", "learning_seconds", [1.0, None]), ("run", "learning_seconds", [1.0, -1.0]),
+        ("run", "learning_seconds", [1.0, math.inf]), ("run", "learning_seconds", [10**400, 1.0]),
+        ("run", "remembering_seconds", [1.0, 2.0, 3.0]), ("run", "kept_bytes", [1.5, 2]),
+        ("run", "kept_bytes", [10**400, 2]), ("run", "learning_bytes", "12"), ("run", "remembering_bytes", [-1, 2]),
+        ("run", "seed", "0"), ("run", "seed", 0.0), ("run", "method", None), ("run", "method", "\ud800"),
+        ("job", "strength", "1"), ("job", "strength", -1.0), ("job", "strength", math.nan), ("job", "seed", None),
+        ("job", "validating", "no"), ("job", "protocol", 3), ("job", "method", []),
+        (None, "made", None), (None, "made", [1]), (None, "job", None), (None, "run", []), (None, "format", 2),
+        (None, "format", None),
+    ],
+)  # fmt: skip
+def test_a_file_that_parses_and_cannot_be_shown_is_told_of_with_its_name(tmp_path, part, name, value):
+    def change(content):
+        (content if part is None else content[part])[name] = value
+
+    path = damaged(tmp_path / "bad.json", change)
+    with pytest.raises(DataError, match=r"bad\.json"):
+        read(path)
+    write(tmp_path / "good.json", FULL)
+    with pytest.warns(HoldfastWarning, match=r"left out: .*bad\.json"):
+        assert collected(tmp_path) == [FULL]
+
+
+@pytest.mark.parametrize("name", ["accuracy", "method", "seed"])
+def test_a_run_without_its_essentials_is_told_of(tmp_path, name):
+    with pytest.raises(DataError, match=rf"(?s)bad\.json.*{name}"):
+        read(damaged(tmp_path / "bad.json", lambda content: content["run"].pop(name)))
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"3", b"null", b"\xff\xfe", b"[" * 100_000, b'{"format": 1}'])
+def test_anything_else_is_a_data_error(tmp_path, content):
+    (tmp_path / "bad.json").write_bytes(content)
+    with pytest.raises(DataError, match=r"bad\.json"):
+        read(tmp_path / "bad.json")
+
+
+def test_what_was_not_measured_may_be_missing_and_what_is_new_is_passed_over(tmp_path):
+    def change(content):
+        content["run"] = {name: content["run"][name] for name in ("method", "seed", "accuracy")} | {"later": 1}
+
+    assert read(damaged(tmp_path / "old.json", change)) == result()
+
+
+def test_a_bundle_is_the_same_for_any_order_and_comes_back_whole(tmp_path):
+    many = [result(seed, method, nll=[[0.1, math.nan]] * 2) for seed in range(3) for method in ("ewc", "joint")]
+    bundle(many, tmp_path / "a.jsonl")
+    bundle([*reversed(many), many[0]], tmp_path / "b.jsonl")
+    text = (tmp_path / "a.jsonl").read_bytes()
+    assert text == (tmp_path / "b.jsonl").read_bytes()
+    assert text.count(b"\n") == 6
+    found = collected(tmp_path / "a.jsonl")
+    assert {(one.run.seed, one.run.method) for one in found} == {(one.run.seed, one.run.method) for one in many}
+    assert list(found[0].job) == list(many[0].job)
+
+
+def test_a_folder_is_read_with_its_subfolders_and_bundles_each_result_once(tmp_path):
+    one, two = result(0), result(1)
+    (tmp_path / "inner").mkdir()
+    write(tmp_path / "one.json", one)
+    write(tmp_path / "inner" / "two.json", two)
+    bundle([one, two], tmp_path / "inner" / "both.jsonl")
+    (tmp_path / "one.error.txt").write_text("not a result", encoding="utf-8")
+    assert sorted(each.run.seed for each in collected(tmp_path)) == [0, 1]
+    assert collected(tmp_path / "one.json") == [one]
+
+
+def test_a_damaged_line_is_told_by_its_number_and_left_out(tmp_path):
+    path = tmp_path / "many.jsonl"
+    bundle([result(seed) for seed in range(3)], path)
+    lines = path.read_bytes().split(b"\n")
+    path.write_bytes(b"\n".join([lines[0], b"", lines[1][:50], b"\xff", lines[2]]))
+    with pytest.warns(HoldfastWarning) as told:
+        found = collected(path)
+    assert [one.run.seed for one in found] == [0, 2]
+    assert [str(each.message).split(" is not")[0] for each in told] == [
+        f"left out: {path}, line 3", f"left out: {path}, line 4",
+    ]  # fmt: skip
+
+
+def test_what_is_no_source_or_target_of_results_is_told(tmp_path):
+    (tmp_path / "notes.txt").write_text("x", encoding="utf-8")
+    for source in ("none", "notes.txt"):
+        with pytest.raises(ArgumentError, match="is not a folder of results"):
+            collected(tmp_path / source)
+    with pytest.raises(DataError, match="has no results"):
+        collected(tmp_path)
+    with pytest.raises(ArgumentError, match=r"ends in \.jsonl"):
+        bundle([FULL], tmp_path / "many.json")
+    with pytest.raises(DataError, match="could not be written"):
+        bundle([FULL], tmp_path / "none" / "many.jsonl")
+
+
+@pytest.mark.parametrize("name", ["fsync", "replace"])
+def test_a_full_disk_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch, name):
+    target = tmp_path / "one.json"
+    write(target, FULL)
+
+    def full(*args):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, name, full)
+    with pytest.raises(DataError, match=r"one\.json could not be written: .*No space left .* make room"):
+        write(target, replace(FULL, made={}))
+    assert [path.name for path in tmp_path.iterdir()] == ["one.json"]
+    assert read(target) == FULL

@@ -1,0 +1,328 @@
+"""holdfast bench as a user runs it: what it refuses, what it survives, what it leaves behind."""
+
+import errno
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from holdfast.bench import grid
+from holdfast.bench.jobs import Job, machine
+from holdfast.bench.jobs import grid as combined
+from holdfast.bench.measures import Run
+from holdfast.bench.protocols import PROTOCOLS
+from holdfast.bench.results import Result, collected, read, write
+from holdfast.cli import app
+from holdfast.cli.progress import Pace
+
+runner = CliRunner(env={"COLUMNS": "120"})
+QUICK = PROTOCOLS["digits"].changed(tasks=2, epochs=1)
+NUMBERS = ["--tasks", "2", "--epochs", "1", "--threads", "1", "--device", "cpu"]
+NO_GPU = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+
+
+def bench(*words, **options):
+    return runner.invoke(app, ["bench", *map(str, words)], **options)
+
+
+def made(job, version=None):
+    made = machine("cpu") | ({"version": version} if version else {})
+    return Result(job.config, Run(job.method, job.seed, [[0.9, 0.1], [0.7, 0.8]]), made)
+
+
+@pytest.fixture
+def executed(monkeypatch):
+    """The jobs that were run, each without its work."""
+    seen = []
+
+    def execute(job, device, threads):
+        seen.append(job)
+        return made(job)
+
+    monkeypatch.setattr(grid, "execute", execute)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["digots"], "there is no protocol 'digots'. Did you mean digits"),
+        (["digits", "--methods", "ewk"], "there is no method 'ewk'. Did you mean ewc"),
+        (["digits", "--methods", ","], "names no method"),
+        (["--seeds", "0"], "--seeds 0 runs nothing"),
+        (["--seeds", "x"], "--seeds takes numbers"),
+        (["--seeds", "-3"], "--seeds takes numbers"),
+        (["--strengths", "-1"], "--strengths takes numbers"),
+        (["--strengths", "1,nan"], "--strengths takes numbers"),
+        (["--strengths", ""], "--strengths takes numbers"),
+        (["--tasks", "1"], "nothing to forget: it takes 2 or more"),
+        (["digits-class", "--tasks", "9"], "has no more than 5 tasks"),
+        (["--epochs", "1", "--steps", "2"], "give one of them"),
+        (["--loss", "nonsense"], "a loss is one of cross-entropy, squared, tokens"),
+        (["--loss", "tokens"], "tokens are for text alone"),
+        (["text", "--loss", "squared"], "tokens are for text alone"),
+        (["--loss", "squared", "--label-smoothing", "0.1"], "does not apply to the squared loss"),
+        (["--label-smoothing", "2"], "label_smoothing is 0 or more"),
+        (["--device", "nonsense"], "there is no device 'nonsense'"),
+        (["--device", "cuda"], "no GPU that torch can use"),
+        (["--workers", "2", "--dask", "tcp://127.0.0.1:8786"], "not both"),
+        (["--out", "{file}"], "it is a file, not a folder"),
+        (["--out", "{file}/below"], "results cannot be written to"),
+    ],
+)
+def test_what_makes_no_sense_is_one_line_before_any_job(tmp_path, executed, monkeypatch, words, said):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("x", encoding="utf-8")
+    result = bench(*(word.format(file=tmp_path / "file") for word in words))
+    assert result.exit_code == 1
+    assert said in result.output
+    assert result.output.count("\n") == 1
+    assert executed == []
+
+
+def test_results_of_another_version_and_damaged_ones_are_told_in_a_line_each(tmp_path, executed):
+    one, two = combined([QUICK], ["ewc"], [0, 1])
+    write(tmp_path / "old.json", made(one, version="0.0.1+abc"))
+    two.path(tmp_path).write_text("{", encoding="utf-8")
+    result = bench("digits", "--methods", "ewc", "--seeds", "2", "--out", tmp_path, *NUMBERS)
+    assert result.exit_code == 0, result.output
+    assert f"{tmp_path} has 1 results of holdfast 0.0.1+abc: they stay, and are not used.\n" in result.output
+    told = next(line for line in result.output.splitlines() if "Its job is run again." in line)
+    assert told.startswith(str(two.path(tmp_path)))
+    assert "Warning" not in result.output
+    assert executed == [one, two]
+    assert read(two.path(tmp_path)) == made(two)
+    assert (tmp_path / "old.json").exists()
+
+
+def test_without_a_terminal_there_is_a_line_for_each_job_and_no_bar(tmp_path, executed):
+    words = ["digits", "--methods", "ewc,joint", "--out", tmp_path, *NUMBERS]
+    assert bench(*words, "--seeds", "1").exit_code == 0
+    result = bench(*words, "--seeds", "2")
+    assert re.findall(r"^\d/4 .*", result.output, flags=re.MULTILINE) == [
+        "3/4 digits (epochs 1, tasks 2): ewc at 1, seed 1: 75.0 %",
+        "4/4 digits (epochs 1, tasks 2): joint, seed 1: 75.0 %",
+    ]
+    assert "2 of 4 jobs are there already." in result.output
+    assert not set(result.output) & set("━╸╺\x1b")
+
+
+def test_the_time_left_is_by_the_jobs_that_were_run_now(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    pace = Pace(10)
+    now[0] += 7
+    pace.found(6)
+    assert pace.left == "-:--:--"
+    now[0] += 20
+    pace.finished()
+    assert pace.left == "0:01:00"  # three more at 20 s each
+    now[0] += 5
+    assert pace.left == "0:00:55"
+    now[0] += 600
+    assert pace.left == "0:00:00"
+
+
+def test_a_sweep_counts_both_its_stages(tmp_path, executed):
+    result = bench(
+        "digits", "--methods", "ewc,l2,joint", "--seeds", "2", "--sweep", "--strengths", "1,10,10", "--out", tmp_path,
+        *NUMBERS,
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    assert "10/10 " in result.output  # 2 methods × 2 strengths, and 3 methods × 2 seeds
+    assert len(executed) == 10
+    assert sum(job.validating for job in executed) == 4
+
+
+def test_jobs_that_fail_are_told_and_the_others_go_on(tmp_path, monkeypatch):
+    def execute(job, device, threads):
+        if job.method == "ewc":
+            raise RuntimeError("[red]no luck[/red]\nmore of it")
+        return made(job)
+
+    monkeypatch.setattr(grid, "execute", execute)
+    words = ["digits", "--methods", "ewc,joint", "--seeds", "1", "--out", tmp_path, *NUMBERS]
+    result = bench(*words)
+    assert result.exit_code == 1
+    failure = Job(QUICK, "ewc", 0).error_path(tmp_path)
+    line = f"failed {Job(QUICK, 'ewc', 0).name}: RuntimeError: [red]no luck[/red] All of it: {failure}"
+    assert line in result.output.splitlines()
+    assert "more of it" in failure.read_text(encoding="utf-8")
+    assert len(collected(tmp_path)) == 1
+    monkeypatch.setattr(grid, "execute", lambda job, device, threads: made(job))
+    assert bench(*words).exit_code == 0
+    assert not failure.exists()
+
+
+def test_a_full_disk_is_one_line(tmp_path, executed, monkeypatch):
+    def full(*args):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    result = bench("digits", "--methods", "joint", "--seeds", "3", "--out", tmp_path, *NUMBERS)
+    assert result.exit_code == 1
+    assert re.fullmatch(r".* could not be written: .*No space left on device.*\n", result.output)
+    assert len(executed) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_report_bundles_what_it_reads_and_reads_what_it_bundled(tmp_path, executed):
+    pytest.importorskip("matplotlib")
+    folder, bundle = tmp_path / "results", tmp_path / "all.jsonl"
+    bench("digits", "--methods", "ewc,joint", "--seeds", "2", "--out", folder, *NUMBERS)
+    pages = [tmp_path / "one.html", tmp_path / "two.html"]
+    first = runner.invoke(app, ["report", str(folder), "--out", str(pages[0]), "--bundle", str(bundle)])
+    assert first.exit_code == 0, first.output
+    assert len(collected(bundle)) == 4
+    with open(bundle, "a", encoding="utf-8") as file:
+        file.write("{\n")
+    second = runner.invoke(app, ["report", str(bundle), "--out", str(pages[1])])
+    assert second.exit_code == 0, second.output
+    assert f"{bundle}, line 5 is not a result" in second.output
+    wrong = runner.invoke(app, ["report", str(folder), "--out", str(pages[0]), "--bundle", str(tmp_path / "all.json")])
+    assert wrong.exit_code == 1
+    assert "ends in .jsonl" in wrong.output
+
+
+def test_the_commands_are_the_jobs_of_the_grid(tmp_path, executed):
+    folder = tmp_path / "a folder; with $signs"
+    words = ["digits", "--methods", "ewc,joint", "--seeds", "2", "--strengths", "0.1,0.30000000000000004"]
+    result = bench(*words, "--tasks", "2", "--epochs", "1", "--label-smoothing", "0.05", "--out", folder, "--commands")
+    lines = [shlex.split(line) for line in result.output.splitlines()]
+    assert not folder.exists()
+    for number, line in enumerate(lines, 1):
+        assert line[:2] == ["holdfast", "bench"]
+        assert runner.invoke(app, line[1:]).exit_code == 0
+        assert len(executed) == number  # each is one job
+    protocol = PROTOCOLS["digits"].changed(tasks=2, epochs=1, label_smoothing=0.05)
+    assert executed == combined([protocol], ["ewc", "joint"], [0, 1], [0.1, 0.30000000000000004])
+
+
+def test_a_command_makes_the_result_that_the_grid_looks_for(tmp_path):
+    words = ["--methods", "ewc", "--seeds", "1,", "--strengths", "3", "--out", tmp_path, *NUMBERS]
+    (line,) = bench("digits", *words, "--commands").output.splitlines()
+    subprocess.run([sys.executable, "-m", *shlex.split(line)], check=True, capture_output=True, env=NO_GPU)
+    assert [path.name for path in tmp_path.iterdir()] == [Job(QUICK, "ewc", 1, 3.0).path(tmp_path).name]
+    assert "1 of 1 jobs are there already." in bench("digits", *words).output
+
+
+def test_a_sweep_has_a_command_for_each_method_and_says_why(tmp_path, executed):
+    words = ["digits", "--methods", "ewc,l2", "--seeds", "2", "--strengths", "1,10", "--sweep", "--sweep-tasks", "2"]
+    result = bench(*words, "--out", tmp_path, "--commands")
+    assert "A sweep has two stages" in result.stderr
+    lines = [shlex.split(line) for line in result.stdout.splitlines()]
+    for line in lines:
+        assert runner.invoke(app, line[1:]).exit_code == 0
+    assert [job.method for job in executed] == ["ewc"] * 4 + ["l2"] * 4
+    assert sum(job.validating for job in executed) == 4
+
+
+@pytest.fixture
+def started(tmp_path):
+    """Starts the command in a session of its own, as a shell does: Ctrl-C reaches all of its processes."""
+    processes = []
+
+    def start(seeds, workers):
+        words = ["digits", "--methods", "fine-tuning", "--out", tmp_path, "--seeds", seeds, "--workers", workers]
+        command = [sys.executable, "-m", "holdfast", "bench", *map(str, words), *NUMBERS]
+        pipe = subprocess.PIPE
+        process = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, start_new_session=True, env=NO_GPU)
+        processes.append(process)
+        return process
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+def children(process):
+    """The processes that it started and that still run, with their command lines."""
+    found = {}
+    for status in Path("/proc").glob("[0-9]*/status"):
+        try:
+            if f"PPid:\t{process.pid}\n" in status.read_text():
+                found[int(status.parent.name)] = (status.parent / "cmdline").read_text()
+        except OSError:
+            continue
+    return found
+
+
+def until(happened, process):
+    deadline = time.monotonic() + 60
+    while not (found := happened()):
+        assert time.monotonic() < deadline, "it took too long"
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.02)
+    return found
+
+
+def workers(process):
+    return [pid for pid, command in children(process).items() if "spawn_main" in command]
+
+
+def gone(pids):
+    deadline = time.monotonic() + 10
+    while left := [pid for pid in pids if Path(f"/proc/{pid}").exists()]:
+        if time.monotonic() > deadline:
+            return left
+        time.sleep(0.05)
+    return []
+
+
+on_linux = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="looks for processes in /proc")
+
+
+@on_linux
+@pytest.mark.parametrize(("count", "moment"), [(0, "result"), (2, "result"), (2, "workers")])
+def test_ctrl_c_keeps_what_is_finished_and_leaves_nothing_else(tmp_path, started, count, moment):
+    seeds = 40
+    process = started(seeds, count)
+    until(lambda: len(workers(process)) == count and (moment == "workers" or list(tmp_path.glob("*.json"))), process)
+    if moment == "workers":
+        time.sleep(0.5)  # they import torch, and have not yet been told to leave Ctrl-C to the command
+    pids = children(process)
+    os.killpg(process.pid, signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert out.splitlines()[-1] == "Stopped. What was finished is kept: the same command goes on from there."
+    assert err == ""
+    assert gone(pids) == []
+    kept = list(tmp_path.iterdir())
+    assert all(path.suffix == ".json" for path in kept)
+    assert (1 if moment == "result" else 0) <= len(kept) < seeds
+    again = bench("digits", "--methods", "fine-tuning", "--seeds", len(kept) + 1, "--out", tmp_path, *NUMBERS)
+    assert again.exit_code == 0, again.output
+    assert len(collected(tmp_path)) >= len(kept) + 1
+    assert (" jobs are there already." in again.output) == bool(kept)
+
+
+@on_linux
+def test_a_worker_that_is_killed_costs_what_was_not_finished(tmp_path, started):
+    process = started(40, 2)
+    until(lambda: list(tmp_path.glob("*.json")), process)
+    os.kill(workers(process)[0], signal.SIGKILL)
+    out, err = process.communicate(timeout=30)
+    assert process.returncode == 1
+    failed = [line for line in out.splitlines() if line.startswith("failed ")]
+    assert len(failed) == 40 - len(collected(tmp_path)) > 0
+    assert all("a worker process died" in line and "fewer workers" in line for line in failed)
+    assert "Traceback" not in out + err
+    assert {path.suffix for path in tmp_path.iterdir()} == {".json"}
+
+
+@on_linux
+def test_workers_do_not_outlive_a_command_that_is_killed(started):
+    process = started(40, 2)
+    pids = until(lambda: workers(process), process)
+    process.kill()
+    assert gone(pids) == []
