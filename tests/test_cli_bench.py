@@ -1,6 +1,7 @@
 """holdfast bench as a user runs it: what it refuses, what it survives, what it leaves behind."""
 
 import errno
+import io
 import os
 import re
 import shlex
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from typer.testing import CliRunner
 
 from holdfast.bench import grid
@@ -21,7 +23,7 @@ from holdfast.bench.measures import Run
 from holdfast.bench.protocols import PROTOCOLS
 from holdfast.bench.results import Result, collected, read, write
 from holdfast.cli import app
-from holdfast.cli.progress import Pace
+from holdfast.cli.progress import Pace, Shown
 
 runner = CliRunner(env={"COLUMNS": "120"})
 QUICK = PROTOCOLS["digits"].changed(tasks=2, epochs=1)
@@ -57,7 +59,10 @@ def executed(monkeypatch):
         (["digots"], "there is no protocol 'digots'. Did you mean digits"),
         (["digits", "--methods", "ewk"], "there is no method 'ewk'. Did you mean ewc"),
         (["digits", "--methods", ","], "names no method"),
-        (["--seeds", "0"], "--seeds 0 runs nothing"),
+        (["--seeds", "0"], "--seeds 0 is how many, from 1 to 1000"),
+        (["--seeds", "123456789"], "to say which, write a comma after it"),
+        (["--seeds", "12345678901,"], "a seed is a whole number from 0"),
+        (["--seeds", "12345678901,", "--commands"], "a seed is a whole number from 0"),
         (["--seeds", "x"], "--seeds takes numbers"),
         (["--seeds", "-3"], "--seeds takes numbers"),
         (["--strengths", "-1"], "--strengths takes numbers"),
@@ -114,6 +119,21 @@ def test_without_a_terminal_there_is_a_line_for_each_job_and_no_bar(tmp_path, ex
     ]
     assert "2 of 4 jobs are there already." in result.output
     assert not set(result.output) & set("━╸╺\x1b")
+
+
+def test_on_a_terminal_a_bar_tells_jobs_done_and_the_time_left():
+    screen = Console(file=io.StringIO(), force_terminal=True, width=100)
+    jobs = combined([QUICK], ["ewc"], [0, 1])
+    with Shown(screen, 4) as shown:
+        shown.planned(waiting=2, done=2)
+        shown.finished(jobs[0], made(jobs[0]))
+        shown.finished(jobs[1], None)
+    lines = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen.file.getvalue()).replace("\r", "\n").splitlines()
+    assert "2 of 4 jobs are there already." in lines
+    assert f"4/4 {jobs[1].name}: failed" in lines
+    last = next(line for line in reversed(lines) if "━" in line)
+    assert re.search(r"4/4 +0:00:0\d +0:00:00 left digits \(epochs 1, tasks 2\): ewc at 1, seed 1", last)
+    assert len(last) <= 100
 
 
 def test_the_time_left_is_by_the_jobs_that_were_run_now(monkeypatch):

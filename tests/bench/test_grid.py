@@ -175,6 +175,18 @@ def test_dead_workers_fail_what_was_not_finished_and_nothing_else(tmp_path, exec
     assert files(tmp_path) == [JOBS[0].path(tmp_path).name]
 
 
+def test_a_worker_that_an_engine_lost_is_told_with_what_the_engine_says(tmp_path):
+    class Lost(ThreadPoolExecutor):
+        def submit(self, work, job):
+            future = Future()
+            future.set_exception(KeyError("four workers died\nwhile running it"))
+            return future
+
+    outcome = run_all(JOBS[:1], tmp_path, Lost())
+    assert "its worker died or could not be reached: KeyError: " in outcome.failed[JOBS[0]]
+    assert "four workers died" in JOBS[0].error_path(tmp_path).read_text(encoding="utf-8")
+
+
 def test_a_worker_with_another_version_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(grid, "execute", lambda job, device, threads: made(job, version="9+abc"))
     outcome = run_all(JOBS[:1], tmp_path, ThreadPoolExecutor(1))
@@ -223,6 +235,7 @@ def test_processes_make_the_same_runs(tmp_path):
     with processes(1) as pool:
         there = run_all(JOBS[:2], tmp_path / "there", pool, threads=1)
     assert [one.run.accuracy for one in there.found.values()] == [one.run.accuracy for one in here.found.values()]
+    assert {one.made["version"] for one in there.found.values()} == {code_version()}
     assert files(tmp_path / "there") == files(tmp_path / "here")
 
 

@@ -10,7 +10,6 @@ import torch
 
 import holdfast
 from holdfast.bench import jobs
-from holdfast.bench.engines import processes
 from holdfast.bench.jobs import Job, chosen, code_version, execute, grid, present
 from holdfast.bench.measures import Run
 from holdfast.bench.protocols import PROTOCOLS
@@ -119,11 +118,6 @@ def test_a_device_is_one_that_is_there(monkeypatch):
     assert [present(each) for each in ("auto", "cuda", "cuda:1")] == ["cuda", "cuda", "cuda:1"]
     with pytest.raises(ArgumentError, match="has 2, counted from 0"):
         present("cuda:2")
-
-
-def test_the_version_is_the_same_in_a_worker():
-    with processes(1) as pool:
-        assert pool.submit(code_version).result() == code_version()
 
 
 def test_the_version_tells_what_decides_a_run_and_not_how_it_is_shown(tmp_path, monkeypatch):

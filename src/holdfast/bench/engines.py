@@ -26,7 +26,6 @@ def processes(count: int) -> Iterator[Executor]:
         yield pool
         pool.shutdown()
     except BaseException:
-        pool.shutdown(wait=False, cancel_futures=True)
         workers = [child for child in multiprocessing.active_children() if child not in others]
         for worker in workers:
             worker.terminate()
@@ -34,6 +33,7 @@ def processes(count: int) -> Iterator[Executor]:
             worker.join(_ENDING)
             if worker.is_alive():
                 worker.kill()
+        pool.shutdown(cancel_futures=True)  # to its end: Python's own exit trips over a pool that is half closed
         raise
 
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from ..bench.jobs import Job
     from ..bench.protocols import Protocol
 
+_MOST_SEEDS = 1000
 _DEFAULTS = "fine-tuning,frozen,joint,ewc,kronecker"
 
 
@@ -61,7 +62,7 @@ def bench(
     with interruptible("Stopped. What was finished is kept: the same command goes on from there."), plain_warnings():
         asked = or_exit(lambda: _Asked.of(protocols or ["digits"], methods, seeds, strengths, changes))
         if commands:
-            _print_commands(asked, out, device, threads, sweep_tasks if sweep else None, changes)
+            or_exit(lambda: _print_commands(asked, out, device, threads, sweep_tasks if sweep else None, changes))
             return
         outcome = or_exit(lambda: _run(asked, out, workers, dask, device, threads, sweep_tasks if sweep else None))
         _print_outcome(outcome, out)
@@ -89,8 +90,11 @@ class _Asked:
         for name in names:
             one_of(name, METHODS, "method")
         numbers = _numbers(seeds, "seeds", int)
-        if numbers == [0] and "," not in seeds:
-            raise ArgumentError("--seeds 0 runs nothing: it is how many, or which with a comma (`--seeds 0,`).")
+        if "," not in seeds and not 1 <= numbers[0] <= _MOST_SEEDS:
+            raise ArgumentError(
+                f"--seeds {numbers[0]} is how many, from 1 to {_MOST_SEEDS}; to say which, write a comma after it: "
+                f"--seeds {numbers[0]},"
+            )
         return cls(
             [one_of(name, PROTOCOLS, "protocol").changed(**changes) for name in protocols],
             names,
