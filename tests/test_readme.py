@@ -67,7 +67,7 @@ def test_the_programs_of_the_curvature_page_run_and_print_what_it_says(capsys):
         holdfast.curvature.RULES.pop("WarpBackward", None)
 
 
-@pytest.mark.parametrize("name", ["curvature", "head", "structures"])
+@pytest.mark.parametrize("name", ["bench", "curvature", "head", "structures"])
 def test_the_tables_are_those_of_the_results(name):
     root = Path(__file__).parent.parent
     page = (root / "docs" / f"{name}.md").read_text(encoding="utf-8")
@@ -97,6 +97,13 @@ def test_the_programs_of_the_head_page_run_and_print_what_it_says(tmp_path, monk
     torch.testing.assert_close(
         names["scores"], names["model"](names["images"]), rtol=1e-4, atol=1e-5, check_dtype=False
     )
+
+
+def test_the_program_of_the_bench_page_prints_that_a_hold_is_better(capsys):
+    page = (Path(__file__).parent.parent / "docs" / "bench.md").read_text(encoding="utf-8")
+    (program,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    exec(program, {})
+    assert capsys.readouterr().out == "True True\n"
 
 
 def test_the_program_of_the_structures_page_runs_and_prints_what_it_says(capsys):

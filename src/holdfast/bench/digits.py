@@ -53,5 +53,6 @@ class Digits:
         ]
 
     def _made(self, name: str, job: Job, progress: Callable[[str], None]) -> Run:
-        made = execute(job, progress=lambda learned: progress(f"{name}: {learned}")).run
+        # One thread: so small a network only waits for a second one.
+        made = execute(job, threads=1, progress=lambda learned: progress(f"{name}: {learned}")).run
         return replace(made, method=name)
