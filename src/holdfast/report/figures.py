@@ -12,10 +12,16 @@ from .sections import Section
 
 
 def forgetting(runs: Sequence[Run]) -> str:
-    """Two curves per method over the tasks learned: accuracy on the first task, and on all tasks so far."""
+    """Two curves per method over the tasks learned: accuracy on the first task, and on all tasks so far.
+
+    Joint training has no tasks in turn: a level line at where it ends.
+    """
     panels: list[tuple[str, Callable[[Run, int], float]]] = [
         ("Accuracy on the first task", lambda run, i: run.accuracy[i][0]),
-        ("Average accuracy on the tasks so far", lambda run, i: statistics.fmean(run.accuracy[i][: i + 1])),
+        (
+            "Average accuracy on the tasks so far",
+            lambda run, i: statistics.fmean(run.accuracy[i][: i + 1]) if run.in_turn else run.average,
+        ),
     ]
 
     def draw(figure: Any) -> None:
@@ -73,6 +79,9 @@ def _panel(axis: Any, title: str, value: Callable[[Run, int], float], methods: d
     for color, (name, runs) in zip(COLORS, methods.items(), strict=False):
         steps = range(1, len(runs[0].accuracy) + 1)
         points = [spread([100 * value(run, i - 1) for run in runs]) for i in steps]
+        if not runs[0].in_turn:
+            axis.axhline(points[-1][0], color=color, linestyle="--", linewidth=1.2, label=name)
+            continue
         axis.plot(steps, [mean for mean, _ in points], marker="o", markersize=4, color=color, label=name)
         _band(axis, steps, points, color)
     axis.set_title(title, loc="left", fontsize=11)
