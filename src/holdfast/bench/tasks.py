@@ -120,7 +120,8 @@ def joined(tasks: Sequence[Task]) -> Task:
     width = max(task.outputs[-1] for task in tasks if task.outputs) + 1
     labels, allowed = [], []
     for task in tasks:
-        assert task.outputs is not None  # a sequence has them for all its tasks or for none
+        if task.outputs is None:
+            raise ArgumentError(f"`{task.name}` is answered by all outputs, and other tasks by their own: which is it?")
         may = torch.zeros(width, dtype=torch.bool)
         may[list(task.outputs)] = True
         labels.append(task.train.y + task.outputs[0])

@@ -120,18 +120,17 @@ class Trainer:
                 _set_rate(optimizer, numbers.rate(made, total))
                 steps.take(rows.to(device, non_blocking=True))
                 if self.watch is not None and _telling(made + 1, total):
-                    self._look(model, made + 1)
+                    self._look(self.watch, model, made + 1)
             if device.type == "cuda":
                 torch.cuda.current_stream().synchronize()
         model.eval()
 
-    def _look(self, model: nn.Module, made: int) -> None:
-        assert self.watch is not None
+    def _look(self, watch: Callable[[int], None], model: nn.Module, made: int) -> None:
         if next(model.parameters()).is_cuda:
             torch.cuda.current_stream().synchronize()
         start = time.perf_counter()
         model.eval()
-        self.watch(made)
+        watch(made)
         model.train()
         self.watched += time.perf_counter() - start
 
@@ -161,20 +160,19 @@ class _Steps:
         else:
             if self._graph is None or self._rows is None:
                 self._rows = rows.clone()
-                self._graph = self._recorded()
+                self._graph = self._recorded(self._rows)
             self._rows.copy_(rows)
             self._graph.replay()
         self._made += 1
 
-    def _recorded(self) -> torch.cuda.CUDAGraph:
+    def _recorded(self, rows: Tensor) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
         self._optimizer.zero_grad(set_to_none=True)
         with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
-            self._step(self._rows)
+            self._step(rows)
         return graph
 
-    def _step(self, rows: Tensor | None) -> None:
-        assert rows is not None
+    def _step(self, rows: Tensor) -> None:
         self._optimizer.zero_grad(set_to_none=True)
         logits = self._task.logits(self._model, self._x[rows])
         logits = masked(logits, None if self._allowed is None else self._allowed[rows])
