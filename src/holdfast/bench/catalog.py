@@ -10,6 +10,7 @@ from typing import TypeVar
 from torch import nn
 
 from ..errors import ArgumentError
+from .distilled import Distilled, probes, true_inputs
 from .heads import ExactHead, Shell
 from .methods import (
     FineTuning,
@@ -68,6 +69,18 @@ METHODS: dict[str, Entry] = {
     ),
     "exact-head": Entry(
         lambda s: ExactHead(), "exact recursion on 3000 random features; needs --loss squared", False, Shell
+    ),
+    "lwf": Entry(lambda s: Distilled(None, strength=s), "learning without forgetting: the answers to the new inputs"),
+    "probes": Entry(lambda s: Distilled(probes(), strength=s), "the answers to Gaussian probes of the old inputs"),
+    "probes-merged": Entry(
+        lambda s: Distilled(probes(), strength=s, merge=True), "the same, one Gaussian for all tasks: constant memory"
+    ),
+    "probes+kronecker": Entry(
+        lambda s: Distilled(probes(), kronecker(), strength=s), "the answers to probes, and the weights"
+    ),
+    "true-inputs": Entry(
+        lambda s: Distilled(true_inputs, strength=s),
+        "the answers to the old inputs themselves, unlabeled: they are kept",
     ),
     "owm": Entry(lambda s: Projected(s), "orthogonal weight modification (Zeng 2019), with SGD"),
 }
