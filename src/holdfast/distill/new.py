@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from typing import Any
-from weakref import ref
+from weakref import finalize, ref
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,7 @@ from ..errors import DataError, require_number
 
 
 class NewInputs:
-    """The inputs that the model was last trained on, seen as it was called with them; `remove()` stops looking.
+    """The inputs that the model was last trained on: the first tensor that it was called with, in training mode.
 
     They stand for `num_data` old examples, whose own inputs they are not: what the old model says of them is not
     what it said of those.
@@ -30,10 +31,12 @@ class NewInputs:
         def look(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             source = mine()
             if source is not None and module.training and torch.is_grad_enabled():
-                tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
+                given = [value for each in (*args, *kwargs.values()) for value in _values(each)]
+                tensors = [each for each in given if isinstance(each, Tensor)]
                 source._seen = tensors[0].detach() if tensors else None
 
         self._hook = model.register_forward_pre_hook(look, with_kwargs=True)
+        finalize(self, self._hook.remove)  # with whoever asked for it: the hold that it is a term of
 
     def draw(self, count: int, generator: torch.Generator) -> Tensor:
         """The last batch, whole."""
@@ -51,6 +54,10 @@ class NewInputs:
     def remove(self) -> None:
         """Stop looking at the model's inputs."""
         self._hook.remove()
+
+
+def _values(given: Any) -> Collection[Any]:
+    return given.values() if isinstance(given, Mapping) else (given,)
 
 
 def new_inputs(model: nn.Module, *, num_data: float, unit: str = "example") -> NewInputs:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -11,8 +10,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from ..errors import ArgumentError, InertError, MismatchError
-from ..params import all_parameters, matched, shapes, some
+from ..params import all_parameters, buffers, matched, require_shapes, shapes, some, unwrapped
 from ..posterior import Memory, Posterior, as_posterior
+from ..untouched import evaluating
 
 Forward = Callable[[nn.Module, Any], Any]
 
@@ -43,19 +43,31 @@ class Recalled:
             )
         if any(type(parameter.data) is not Tensor for parameter in params.values()):
             raise ArgumentError("a sharded model is not run at other weights: give teacher=, a frozen copy of it.")
-        self._posterior = posterior
-        kept = memory.buffers if isinstance(memory, Memory) else {}
-        self._buffers = {name: kept.get(name, buffer).detach().clone() for name, buffer in model.named_buffers()}
+        narrow = [name for name, p in params.items() if _rounds(posterior.mean[name], p)]
+        if narrow:
+            raise MismatchError(
+                f"the mean of `{narrow[0]}` was rounded to {posterior.mean[narrow[0]].dtype}, and is not the old "
+                "function any more: give teacher=, a frozen copy, or the posterior as it was made."
+            )
+        self._ties = posterior.ties
+        # Where the model is: nothing is copied to a device at every step.
+        self._mean = {name: posterior.mean[name].to(p.device, p.dtype) for name, p in params.items()}
+        kept, found = memory.buffers if isinstance(memory, Memory) else {}, buffers(model)
+        require_shapes(shapes(kept), shapes(found), what="the memory's buffers", than="the model")
+        then = {id(buffer): kept[name] for name, buffer in found.items() if name in kept}
+        self._buffers = {
+            name: then.get(id(buffer), buffer).detach().to(buffer, copy=True) for name, buffer in model.named_buffers()
+        }
         self._frozen = [(name, parameter, parameter._version) for name, parameter in outside.items()]
 
     def __call__(self, model: nn.Module, forward: Forward, inputs: Any) -> Any:
         for name, parameter, version in self._frozen:
             if parameter._version != version or parameter.requires_grad:
                 raise MismatchError(f"`{name}` is outside the posterior and has changed: give teacher=, a frozen copy.")
-        params = matched(model, shapes(self._posterior.mean), ties=self._posterior.ties)
+        params = matched(model, shapes(self._mean), ties=self._ties)
         names = {id(parameter): name for name, parameter in model.named_parameters()}
+        values = {names[id(p)]: self._mean[name].to(p.device, p.dtype) for name, p in params.items()}
         device = next(iter(params.values())).device
-        values = {names[id(p)]: self._posterior.mean[name].to(device, p.dtype) for name, p in params.items()}
         values |= {name: buffer.to(device) for name, buffer in self._buffers.items()}
         with torch.no_grad(), evaluating(model):
             return functional_call(_Called(model, forward), {f"model.{k}": v for k, v in values.items()}, (inputs,))
@@ -77,6 +89,7 @@ class Given:
     """A model of its own."""
 
     def __init__(self, teacher: nn.Module, model: nn.Module) -> None:
+        teacher = unwrapped(teacher)
         if teacher is model:
             raise InertError("the teacher is the model that learns: their answers never differ. Give a copy of it.")
         shared = {id(p) for p in teacher.parameters() if p.requires_grad} & {id(p) for p in model.parameters()}
@@ -94,14 +107,6 @@ def recalled(memory: Posterior | Memory, model: nn.Module) -> Teacher:
     return Recalled(memory, model)
 
 
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Inside: evaluation mode. Dropout and BatchNorm would let examples that were drawn act on what the model keeps."""
-    modes = [(module, module.training) for module in model.modules() if module.training]
-    try:
-        for module, _ in modes:
-            module.training = False
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
+def _rounds(mean: Tensor, parameter: Tensor) -> bool:
+    """Whether a mean is kept in fewer digits than the parameter has."""
+    return torch.finfo(mean.dtype).eps > torch.finfo(parameter.dtype).eps

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..errors import ArgumentError, DataError, require_number
 from ..probes import KeptInputs
-from .teacher import evaluating
+from ..untouched import evaluating
 
 
 @torch.no_grad()

@@ -125,6 +125,10 @@ class Memory:
     probes: Probes | None = None
 
     def __post_init__(self) -> None:
+        if self.probes is not None and not isinstance(self.probes, Probes):
+            raise ArgumentError(
+                f"a memory's probes are gaussian_probes(...) or kept_inputs(...), got {type(self.probes).__name__}."
+            )
         for name, value in self.buffers.items():
             if value.is_floating_point():
                 require_finite(f"buffer {name}", value)

@@ -65,5 +65,12 @@ class Probes(abc.ABC):
         return self.plus(other)
 
 
+def drawn_rows(weights: Tensor, count: int, generator: torch.Generator) -> Tensor:
+    """Rows drawn by their weights, (count,). By a running sum: any number of rows, and nothing that a GPU waits for."""
+    reached = weights.double().cumsum(0)
+    heights = torch.rand(count, generator=generator, device=weights.device, dtype=torch.float64) * reached[-1]
+    return torch.searchsorted(reached, heights, right=True).clamp(max=len(weights) - 1)
+
+
 def _said(value: object) -> str:
     return str(tuple(value)) if isinstance(value, torch.Size) else repr(value)

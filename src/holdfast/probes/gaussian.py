@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..errors import ArgumentError, DataError, MismatchError
-from .base import Probes
+from ..errors import ArgumentError, DataError, MismatchError, require_number
+from .base import Probes, drawn_rows
 from .layer import captured
 from .moments import Moments, longest
 
 RANK = 100  # as good as all directions on MNIST, where variances alone are not
-_SPAN = 4.0  # how many times wider one range of inputs may be than another's before they look like two preprocessings
+_SPAN = 3.0  # how many times wider one range of inputs may be than another's: standardized MNIST is 3.2 times [0, 1]
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,13 +32,20 @@ class Component:
     high: float
 
     def __post_init__(self) -> None:
-        entries = self.mean.shape
-        if self.mean.ndim != 1 or self.factors.shape[1:] != entries or self.rest.shape != entries:
+        entries, dtypes = self.mean.shape, {self.mean.dtype, self.factors.dtype, self.rest.dtype}
+        if len(dtypes) > 1 or not self.mean.is_floating_point():
+            raise ArgumentError("a Gaussian's mean, factors and rest are floating-point numbers of one kind.")
+        if (
+            self.mean.ndim != 1
+            or self.factors.ndim != 2
+            or self.factors.shape[1:] != entries
+            or self.rest.shape != entries
+        ):
             raise ArgumentError("a Gaussian's mean, factors and rest do not have the same entries.")
         if not all(bool(each.isfinite().all()) for each in (self.mean, self.factors, self.rest)):
             raise ArgumentError("a Gaussian of inputs has numbers that are not finite.")
-        if bool((self.rest < 0).any()) or not self.num_data > 0:
-            raise ArgumentError("a Gaussian of inputs has a negative variance, or stands for no data.")
+        if bool((self.rest < 0).any()) or not 0 < self.num_data < math.inf or not self.low <= self.high:
+            raise ArgumentError("a Gaussian of inputs has a negative variance, stands for no data, or has no range.")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -55,7 +64,7 @@ class GaussianProbes(Probes):
     def __post_init__(self) -> None:
         if not self.components or any(len(each.mean) != self.entries.numel() for each in self.components):
             raise ArgumentError("Gaussian probes need at least one Gaussian, each over the entries of an input.")
-        if bool(self.layer) != (self.blank is not None):
+        if bool(self.layer) != (self.blank is not None) or (self.blank is not None and self.blank.shape[:1] != (1,)):
             raise ArgumentError("probes at a layer carry a blank input of the model, and those of its inputs none.")
 
     def __repr__(self) -> str:
@@ -103,26 +112,29 @@ class GaussianProbes(Probes):
         return GaussianProbes(tuple(parts), shape, str(facts["layer"]), tensors.get("blank"), str(facts["unit"]))
 
     def draw(self, count: int, generator: torch.Generator) -> Tensor:
-        device = self.components[0].mean.device
-        weights = torch.tensor([each.num_data for each in self.components], dtype=torch.float64, device=device)
-        whose = torch.multinomial(weights, count, replacement=True, generator=generator)
-        found = torch.empty(count, self.shape.numel(), device=device, dtype=self.components[0].mean.dtype)
+        weights, means, deviations = self._stacked
+        whose = drawn_rows(weights, count, generator)
+        how = {"generator": generator, "device": means.device, "dtype": means.dtype}
+        # Every row is of one Gaussian, so the same noise serves them all.
+        along = torch.randn(count, max(len(each.factors) for each in self.components), **how)  # type: ignore[call-overload]
+        alone = torch.randn(count, means.shape[1], **how)  # type: ignore[call-overload]
+        found: Tensor = means[whose] + alone * deviations[whose]
         for index, each in enumerate(self.components):
-            along = torch.randn(count, len(each.factors), generator=generator, device=device, dtype=found.dtype)
-            alone = torch.randn(count, len(each.mean), generator=generator, device=device, dtype=found.dtype)
-            drawn = each.mean + along @ each.factors + alone * each.rest.sqrt()
-            found = torch.where((whose == index).unsqueeze(1), drawn, found)
+            mine = (whose == index).unsqueeze(1)
+            found = found + torch.where(mine, along[:, : len(each.factors)], 0) @ each.factors
         return found.view(count, *self.shape)
+
+    @cached_property
+    def _stacked(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Weights, means and deviations of all, on the device: a step of training makes none of them anew."""
+        means = torch.stack([each.mean for each in self.components])
+        weights = torch.tensor([each.num_data for each in self.components], dtype=torch.float64, device=means.device)
+        return weights, means, torch.stack([each.rest.sqrt() for each in self.components])
 
     def plus(self, other: Probes) -> GaussianProbes:
         assert isinstance(other, GaussianProbes)
-        widths = [each.high - each.low for each in (*self.components, *other.components)]
-        if max(widths) > _SPAN * max(min(widths), 1e-12) and not self.layer:
-            ranges = ", ".join(f"{each.low:.3g} to {each.high:.3g}" for each in (*self.components, *other.components))
-            raise MismatchError(
-                f"these probes are of inputs with ranges {ranges}: was one of them preprocessed in another way? Make "
-                "both from inputs as the model takes them."
-            )
+        if not self.layer:  # features of one model may well differ between tasks
+            _require_one_range((*self.components, *other.components))
         # The same evidence, come by two ways, counts once.
         new = [each for each in other.components if not any(_same(each, mine) for mine in self.components)]
         return replace(self, components=(*self.components, *new))
@@ -161,11 +173,13 @@ def gaussian_probes(
     model: nn.Module | None = None,
     layer: str = "",
     forward: Callable[[nn.Module, Any], Any] | None = None,
+    num_data: float | None = None,
 ) -> GaussianProbes:
     """The mean and a rank-r covariance of the inputs in `batches`, with the other variances on a diagonal: one pass.
 
     Batches are tensors of inputs, or tuples whose first part they are. With `layer`, the name of a module of `model`,
-    they are the outputs of that module instead. The default rank is 100, or as much as the data has.
+    they are the outputs of that module instead. The default rank is 100, or as much as the data has. `num_data` says
+    how many old examples there were, where the batches are a part of them.
     """
     if bool(layer) != (model is not None):
         raise ArgumentError("probes at a layer need `model` and `layer`; those of the inputs need neither.")
@@ -193,12 +207,26 @@ def gaussian_probes(
             f"rank={moments.count - 1} or less, or none."
         )
     mean, factors, rest = (each.float() for each in moments.found())
-    one = Component(mean, factors, rest, float(moments.count), low, high)
+    count = moments.count if num_data is None else require_number(num_data, "num_data", positive=True)
+    one = Component(mean, factors, rest, float(count), low, high)
     return GaussianProbes((one,), shape, layer, blank)
 
 
 def _same(one: Component, other: Component) -> bool:
-    return one.num_data == other.num_data and torch.equal(one.mean, other.mean) and torch.equal(one.rest, other.rest)
+    pairs = ((one.mean, other.mean), (one.rest, other.rest), (one.factors, other.factors))
+    return one.num_data == other.num_data and all(torch.equal(a, b.to(a)) for a, b in pairs)
+
+
+def _require_one_range(components: tuple[Component, ...]) -> None:
+    """Raise where inputs look like those of two preprocessings: one range far wider than another, or apart from it."""
+    widths = [each.high - each.low for each in components]
+    apart = max(each.low for each in components) > min(each.high for each in components)
+    if apart or max(widths) > _SPAN * max(min(widths), 1e-12):
+        ranges = ", ".join(f"{each.low:.3g} to {each.high:.3g}" for each in components)
+        raise MismatchError(
+            f"these probes are of inputs with ranges {ranges}: was one of them preprocessed in another way? Make both "
+            "from inputs as the model takes them, or, if they are right as they are, hold to each as a term of its own."
+        )
 
 
 def _inputs(batch: Any, index: int) -> Tensor:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..errors import ArgumentError, require_number
-from .base import Probes
+from .base import Probes, drawn_rows
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -28,14 +29,14 @@ class KeptInputs(Probes):
             raise ArgumentError("kept inputs are a tensor with the examples first, at least one of them.")
         if self.inputs.is_floating_point() and not bool(self.inputs.isfinite().all()):
             raise ArgumentError("kept inputs must be finite.")
-        sound = self.weights.shape == self.inputs.shape[:1] and bool((self.weights > 0).all())
-        if not sound or not bool(self.weights.isfinite().all()):
+        sound = self.weights.is_floating_point() and self.weights.shape == self.inputs.shape[:1]
+        if not sound or not bool(((self.weights > 0) & self.weights.isfinite()).all()):
             raise ArgumentError("each kept input stands for a positive number of old ones.")
 
     def __repr__(self) -> str:
         return f"KeptInputs({tuple(self.inputs.shape)} for {self.num_data:g} {self.unit}s)"
 
-    @property
+    @cached_property  # read off a device once
     def num_data(self) -> float:  # type: ignore[override]
         return float(self.weights.double().sum())
 
@@ -57,7 +58,7 @@ class KeptInputs(Probes):
         return KeptInputs(tensors["inputs"], tensors["weights"], str(facts["unit"]))
 
     def draw(self, count: int, generator: torch.Generator) -> Tensor:
-        return self.inputs[torch.multinomial(self.weights, count, replacement=True, generator=generator)]
+        return self.inputs[drawn_rows(self.weights, count, generator)]
 
     def plus(self, other: Probes) -> KeptInputs:
         assert isinstance(other, KeptInputs)

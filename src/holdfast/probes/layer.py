@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ArgumentError, DataError
+from ..untouched import evaluating
 
 Forward = Callable[[nn.Module, Any], Any]
 
@@ -29,15 +30,11 @@ def captured(model: nn.Module, layer: str, batch: Any, inputs: Tensor, forward: 
     """What a module put out when the model was run on a batch, in evaluation mode."""
     found: list[Any] = []
     hook = module_at(model, layer).register_forward_hook(lambda module, args, output: found.append(output))
-    modes = [(module, module.training) for module in model.modules()]
     try:
-        model.eval()
-        with torch.no_grad():
+        with torch.no_grad(), evaluating(model):
             forward(model, batch) if forward is not None else model(inputs)
     finally:
         hook.remove()
-        for module, training in modes:
-            module.training = training
     if len(found) != 1 or not isinstance(found[0], Tensor) or len(found[0]) != len(inputs):
         raise DataError(
             f"`{layer}` ran {len(found)} times in one pass, or its output is no tensor with the examples first. Choose "
