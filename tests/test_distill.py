@@ -1,15 +1,18 @@
 """Holding a model by its answers: the loss, the teacher, the term, and that it agrees with the quadratic (T14–T16)."""
 
 import copy
+import gc
+import warnings
+import weakref
 from dataclasses import dataclass
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import distributed, nn
 
 import holdfast
-from cases import CASES
+from cases import CASES, DataParallel
 
 
 def small(outputs=3):
@@ -293,6 +296,238 @@ class TestTerm:
         given = {"inputs": self.inputs, "likelihood": holdfast.categorical, **change}
         with pytest.raises(error, match=match):
             holdfast.distill(self.model, self.posterior, **given)
+
+
+class TestTraining:
+    """The term where models are wrapped, halved, tied and stepped in other ways."""
+
+    def setup_method(self):
+        self.model = small()
+        self.posterior = holdfast.prior(self.model)
+        self.whole = Whole(torch.randn(40, 5, dtype=torch.float64), 400)
+        self.x, self.y = torch.randn(20, 5, dtype=torch.float64), torch.randint(0, 3, (20,))
+
+    def term(self, model=None, **how):
+        model = self.model if model is None else model
+        return holdfast.distill(model, self.posterior, self.whole, holdfast.categorical, **how)
+
+    def pulled(self, term, model, scale=1.0):
+        """The gradient that a term adds."""
+        model.zero_grad()
+        term.add_gradient_(model, scale, {id(parameter) for parameter in model.parameters()})
+        return [parameter.grad for parameter in model.parameters()]
+
+    def away(self):
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter += 0.1
+        return self.model
+
+    def test_accumulated_gradients_are_held_once_a_step(self):
+        term = self.term()
+        start = [parameter.detach().clone() for parameter in self.away().parameters()]
+        once = self.pulled(term, self.model, 1 / 20)
+        self.model.zero_grad()
+        loss = F.cross_entropy(self.model(self.x), self.y)
+        grads = torch.autograd.grad(loss, list(self.model.parameters()))
+        optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        with holdfast.hold(optimizer, self.model, term, num_data=20):
+            for rows in (slice(0, 10), slice(10, 20)):
+                (0.5 * F.cross_entropy(self.model(self.x[rows]), self.y[rows])).backward()
+            optimizer.step()
+        for parameter, before, grad, pull in zip(self.model.parameters(), start, grads, once, strict=True):
+            torch.testing.assert_close(parameter, before - 0.1 * (grad + pull))
+
+    def test_a_scale_may_be_a_tensor(self):
+        term, model = self.term(), self.away()
+        plain, scaled = self.pulled(term, model, 3.0), self.pulled(term, model, torch.tensor(3.0, dtype=torch.float64))
+        torch.testing.assert_close(plain, scaled)
+
+    def test_half_precision_and_autocast(self):
+        term, model = self.term(), self.away()
+        plain = self.pulled(term, model)
+        single = copy.deepcopy(small()).float()
+        self.whole.inputs = self.whole.inputs.float()
+        for dtype in (torch.float32, torch.bfloat16):
+            other = copy.deepcopy(single).to(dtype)
+            term = holdfast.distill(other, holdfast.prior(other), self.whole, holdfast.categorical)
+            with torch.no_grad():
+                for parameter in other.parameters():
+                    parameter += 0.1
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.float32):
+                found = self.pulled(term, other)
+            for mine, theirs in zip(found, plain, strict=True):
+                assert mine.dtype == dtype
+                assert float((mine.double() - theirs).norm()) < 0.1 * float(theirs.norm())
+
+    def test_probes_are_drawn_in_the_models_dtype(self):
+        probes = holdfast.gaussian_probes([self.x.float()])
+        term = holdfast.distill(self.model, self.posterior, probes, holdfast.categorical)
+        assert term.value(self.away()).dtype == torch.float64
+
+    def test_wrapped_models_are_held_as_they_are(self):
+        expected = self.pulled(self.term(), self.away())
+        distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                parallel = nn.parallel.DistributedDataParallel(self.model)
+            for wrapped in (parallel, torch.compile(self.model, backend="eager"), DataParallel(self.model)):
+                term = self.term(wrapped)
+                torch.testing.assert_close(self.pulled(term, wrapped), expected)
+                optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.0)
+                with holdfast.hold(optimizer, wrapped, term, num_data=20):
+                    optimizer.zero_grad()
+                    optimizer.step()
+                torch.testing.assert_close([20 * p.grad for p in self.model.parameters()], expected)
+            new = holdfast.new_inputs(parallel, num_data=400)
+            term = holdfast.distill(parallel, self.posterior, new, holdfast.categorical)
+            parallel(self.whole.inputs)
+            torch.testing.assert_close(self.pulled(term, parallel), expected)
+        finally:
+            distributed.destroy_process_group()
+
+    def test_models_that_are_called_in_another_way(self):
+        class Named(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.inner = small()
+
+            def forward(self, batch):
+                return {"logits": self.inner(batch["x"])}
+
+        model = Named()
+        source = holdfast.new_inputs(model, num_data=400)
+        given = {"likelihood": holdfast.categorical, "forward": lambda run, x: run({"x": x})["logits"]}
+        term = holdfast.distill(model, holdfast.prior(model), self.whole, **given)
+        new = holdfast.distill(model, holdfast.prior(model), source, **given)
+        model({"x": self.whole.inputs})
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter += 0.1
+        expected = self.pulled(self.term(), self.away())
+        torch.testing.assert_close(self.pulled(term, model), expected)
+        torch.testing.assert_close(self.pulled(new, model), expected)
+
+    def test_tied_weights_are_recalled_as_one(self):
+        (case,) = (case for case in CASES if case.name == "tied-tokens")
+        model = case.model()
+        ids = case.batches()[0]["input_ids"]
+        before = model(ids).detach()
+        text = holdfast.kept_inputs(ids, num_data=35, unit="token")
+        term = holdfast.distill(model, holdfast.prior(model), text, case.likelihood)
+        with torch.no_grad():
+            model.embed.weight.add_(0.3)
+        torch.testing.assert_close(term.teacher(model, lambda run, given: run(given), ids), before)
+        assert float(term.value(model)) > 0
+        pulls = self.pulled(term, model)
+        assert len(pulls) == len(list(model.parameters()))
+
+    def test_frozen_parameters_are_not_pulled(self):
+        self.model[0].requires_grad_(False)
+        posterior = holdfast.prior(self.model)
+        term = holdfast.distill(self.model, posterior, self.whole, holdfast.categorical)
+        with torch.no_grad():
+            self.model[2].weight += 0.1
+        found = self.pulled(term, self.model)
+        assert found[0] is None
+        assert float(found[2].norm()) > 0
+
+    def test_a_line_search_sees_one_objective(self):
+        """LBFGS evaluates its closure many times in a step; the term draws once for it."""
+        drawn = holdfast.kept_inputs(self.whole.inputs, num_data=400)
+        term = holdfast.distill(self.model, self.posterior, drawn, holdfast.categorical, batch=4)
+        optimizer = torch.optim.LBFGS(self.model.parameters(), max_iter=8, line_search_fn="strong_wolfe")
+        batches, losses = [], []
+
+        def closure():
+            optimizer.zero_grad()
+            loss = F.cross_entropy(self.model(self.x), self.y)
+            loss.backward()
+            losses.append(loss.detach())
+            return loss
+
+        mean = term._mean
+        term._mean = lambda model, inputs: batches.append(inputs) or mean(model, inputs)
+        with holdfast.hold(optimizer, self.model, term, num_data=20):
+            for _ in range(2):
+                optimizer.step(closure)
+        assert len(batches) == len(losses) > 8
+        distinct = {id(batch) for batch in batches}
+        assert len(distinct) == 2
+        assert losses[-1] < losses[0]
+
+    def test_without_a_hold_it_draws_at_every_call(self):
+        term = self.term()
+        self.pulled(term, self.model)
+        self.pulled(term, self.model)
+        assert self.whole.draws == 2
+
+    def test_a_term_alone_tells_what_it_costs(self):
+        term = self.term()
+        optimizer = torch.optim.SGD(self.away().parameters(), lr=0.1)
+        with holdfast.hold(optimizer, self.model, term, num_data=20, strength=2.0) as handle:
+            told = handle.metrics()
+            value = float(term.value(self.model))
+            assert told["holdfast/penalty"] == pytest.approx(value)
+            assert told["holdfast/rise"] == pytest.approx(value / 400)
+            assert told["holdfast/loss"] == pytest.approx(2 * value / 20)
+            assert told["holdfast/held_parameters"] == sum(p.numel() for p in self.model.parameters())
+            optimizer.step()
+            assert handle.generators == [term.generator]
+        with (
+            pytest.raises(holdfast.InertError, match="never made a step"),
+            holdfast.hold(optimizer, self.model, term, num_data=20),
+        ):
+            pass
+
+    def test_an_optimizer_of_other_parameters_is_let_be(self):
+        other = nn.Parameter(torch.zeros(2))
+        assert float(self.term().add_gradient_(self.model, 1.0, {id(other)})) == 0
+        assert other.grad is None
+
+    def test_new_inputs_are_not_the_terms_own_and_keep_nothing_alive(self):
+        source = holdfast.new_inputs(self.model, num_data=400)
+        term = holdfast.distill(self.model, self.posterior, source, holdfast.categorical)
+        self.model(self.x)
+        self.pulled(term, self.model)
+        assert torch.equal(source.draw(1, torch.Generator()), self.x)
+        gone = weakref.ref(self.model)
+        assert len(self.model._forward_pre_hooks) == 1
+        del source, term
+        gc.collect()
+        assert not self.model._forward_pre_hooks
+        left = holdfast.new_inputs(self.model, num_data=400)
+        self.model = None
+        gc.collect()
+        assert gone() is None
+        left.remove()
+
+    def test_a_teacher_must_fit(self):
+        kept = holdfast.kept_inputs(self.whole.inputs)
+        with pytest.raises(holdfast.MismatchError, match="Classes may have been added at the end"):
+            holdfast.distill(self.model, small(4), kept, holdfast.categorical)
+        with pytest.raises(holdfast.MismatchError, match=r"rounded to torch.bfloat16.*teacher="):
+            holdfast.distill(self.model, self.posterior.to(dtype=torch.bfloat16), kept, holdfast.categorical)
+        with pytest.raises(holdfast.InertError, match="shares weights"):
+            holdfast.distill(self.model, nn.Sequential(*self.model), kept, holdfast.categorical)
+        fewer = small(2)
+        term = holdfast.distill(self.model, fewer, kept, holdfast.categorical, batch=1000)
+        x = kept.draw(1000, torch.Generator().manual_seed(0))
+        p = F.pad(fewer(x).softmax(-1), (0, 1))
+        expected = (torch.special.xlogy(p, p) - p * self.model(x).log_softmax(-1)).sum(-1).mean()
+        torch.testing.assert_close(term._mean(self.model, x), expected)
+
+    def test_a_grown_head_gives_new_classes_nothing_on_old_inputs(self):
+        """`classes` cuts what a recalled teacher says of outputs that it did not have."""
+        model = small(5)
+        kept = holdfast.kept_inputs(self.whole.inputs)
+        term = holdfast.distill(model, holdfast.prior(model), kept, holdfast.categorical, classes=3)
+        x = kept.inputs
+        old = model(x)[:, :3].softmax(-1).detach()
+        expected = (old * (old.log() - model(x).log_softmax(-1)[:, :3])).sum(-1).mean()
+        torch.testing.assert_close(term._mean(model, x), expected)
+        assert float(expected.detach()) > 0.1  # the new classes have probability to give up
 
 
 def test_own_text_is_drawn_from_the_model():
