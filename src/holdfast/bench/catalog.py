@@ -10,7 +10,8 @@ from typing import TypeVar
 from torch import nn
 
 from ..errors import ArgumentError
-from .distilled import Distilled, probes, true_inputs
+from .discriminant import Discriminant
+from .distilled import Distilled, feature_probes, of_features, own_words, probes, true_inputs
 from .heads import ExactHead, Shell
 from .methods import (
     FineTuning,
@@ -77,6 +78,16 @@ METHODS: dict[str, Entry] = {
     ),
     "probes+kronecker": Entry(
         lambda s: Distilled(probes(), kronecker(), strength=s), "the answers to probes, and the weights"
+    ),
+    "probes-feature": Entry(
+        lambda s: Distilled(feature_probes(), of_features, strength=s),
+        "the answers to probes of the first linear layer's inputs, and the weights below; convolutional networks",
+    ),
+    "own-text": Entry(
+        lambda s: Distilled(own_words(), strength=s, batch=32), "the answers to text of the model's own; text protocols"
+    ),
+    "discriminant": Entry(
+        lambda s: Discriminant(), "a Gaussian of rank 100 for each class, and no network", False, Shell
     ),
     "true-inputs": Entry(
         lambda s: Distilled(true_inputs, strength=s),

@@ -9,11 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..distill import Distillation, distill, new_inputs
+from ..curvature import kronecker_fisher
+from ..distill import Distillation, distill, new_inputs, own_text
+from ..errors import ArgumentError
 from ..hold import hold
+from ..likelihood import gaussian
 from ..posterior import Posterior, consolidate, prior
+from ..precision import Precision
 from ..probes import GaussianProbes, Probes, gaussian_probes, kept_inputs
-from .methods import Curvature
+from .methods import BATCH, Curvature
 from .tasks import Task
 from .training import Trainer
 
@@ -82,9 +86,53 @@ class Distilled:
         )  # fmt: skip
 
 
-def probes(rank: int = 100) -> Kept:
-    """Mean and a low-rank covariance of the inputs."""
-    return lambda model, task: gaussian_probes(task.train.batches(1000), rank=min(rank, len(task.train) - 1))
+def probes(rank: int | None = None) -> Kept:
+    """Mean and a low-rank covariance of the inputs: 100 directions, if not said."""
+    return lambda model, task: gaussian_probes(task.train.batches(1000), rank=rank)
+
+
+def feature_probes(rank: int | None = None) -> Kept:
+    """The same of the features that the first linear layer takes."""
+    return lambda model, task: gaussian_probes(
+        task.train.batches(1000), rank=rank, model=model, layer=features(model)
+    )  # fmt: skip
+
+
+def features(model: nn.Module) -> str:
+    """The module right before the first linear layer, in a network that is a sequence."""
+    names = [name for name, _ in model.named_children()]
+    linear = next((index for index, each in enumerate(model.children()) if isinstance(each, nn.Linear)), 0)
+    if not isinstance(model, nn.Sequential) or not linear:
+        raise ArgumentError("there are no features before a first linear layer here: use a convolutional network.")
+    return names[linear - 1]
+
+
+def of_features(model: nn.Module, task: Task, trainer: Trainer) -> Precision:
+    """Kronecker factors of the layers below, by what they do to the features, and not to the answers of today's head.
+
+    A feature that moves by its own deviation costs half a nat. A certain head answers the same to many features, so
+    that the Fisher of its answers lets those go that its successors are asked about.
+    """
+    layer = features(model)
+    body = nn.Sequential(*list(model.children())[: [name for name, _ in model.named_children()].index(layer) + 1])
+    (moments,) = gaussian_probes(task.train.batches(BATCH), rank=1, model=model, layer=layer).components
+    deviation = float((moments.factors.square().sum(0) + moments.rest).mean().sqrt())
+    batches = [(x, x.new_zeros(len(x), len(moments.mean))) for x, _ in task.train.batches(BATCH)]
+    return kronecker_fisher(
+        model, batches, gaussian(deviation), targets="sampled", seed=trainer.seed,
+        forward=lambda run, batch: body(batch[0]), only=[name for name, _ in body.named_parameters()],
+    )  # fmt: skip
+
+
+def own_words(count: int = 1000) -> Kept:
+    """Text that the model writes, from first bytes that sequences of the task had."""
+
+    def found(model: nn.Module, task: Task) -> Probes:
+        starts = task.train.first(count).x[:, :1]
+        length, batch = task.train.first(1).x.shape[1], min(count, 250)
+        return own_text(model, count=count, length=length, num_data=task.train.y.numel(), start=starts, batch=batch)
+
+    return found
 
 
 def true_inputs(model: nn.Module, task: Task) -> Probes:
