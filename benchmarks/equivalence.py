@@ -104,8 +104,11 @@ def drawn(runs: list[dict[str, Any]]) -> str:
                 values = [mean_ratio(runs, way, source, size) for size in SIZES]
                 axis.plot(SIZES, values, marker="o", markersize=4, color=color, label=source)
             axis.axhline(1, color=COLORS[0], linewidth=0.8)
-            axis.set_xscale("log")
-            axis.set_yscale("log")
+            for scale, ticks in ((axis.xaxis, SIZES[::2]), (axis.yaxis, (1, 1.5, 2, 3, 4, 6))):
+                getattr(axis, f"set_{scale.axis_name}scale")("log")
+                scale.set_ticks(ticks)
+                scale.set_ticks([], minor=True)
+                scale.set_major_formatter(lambda value, _: f"{value:g}")
             axis.set_title(f"δ {way}", loc="left", fontsize=11)
             plain(axis, "|δ| / |μ|", "N · E KL / ½ δᵀFδ")
         figure.legend(*axes[0].get_legend_handles_labels(), loc="lower center", ncols=5, frameon=False)

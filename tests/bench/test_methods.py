@@ -238,6 +238,15 @@ class TestDistilled:
         assert held > lwf + 0.1
         assert true > held - 0.02
 
+    def test_merged_probes_do_not_grow(self):
+        (apart, each), (merged, one) = self.made("probes", tasks=5), self.made("probes-merged", tasks=5)
+        assert len(each.parts) == 5
+        assert len(one.parts) == 1
+        assert merged.kept_bytes[0] == merged.kept_bytes[-1] < apart.kept_bytes[-1]
+        assert one.parts[0][1].num_data == sum(part.num_data for _, part in each.parts)
+        with_outputs_of_their_own = self.made("probes-merged", "task")[1]
+        assert len(with_outputs_of_their_own.parts) == 3
+
     def test_the_weights_beside_them(self):
         run_, method = self.made("probes+kronecker")
         assert run_.average > 0.85

@@ -46,7 +46,7 @@ class Distilled:
             return
         known, training = self.known, trainer.training
         terms: list[Any] = [known] if self.curvature else []
-        terms += [self._term(model, old, kept, task, trainer) for old, kept in self._groups(task)]
+        terms += [self._term(model, old, kept, task, trainer) for old, kept in self._groups()]
         trainer.fit(model, task, lambda optimizer: hold(
             optimizer, model, terms, num_data=training.count(task.train), strength=self.strength, unit=training.unit,
         ))  # fmt: skip
@@ -58,6 +58,10 @@ class Distilled:
         )  # fmt: skip
         kept = self.keep(model, task) if self.keep else float(trainer.training.count(task.train))
         self.parts.append((task, kept))
+        if self.merge:  # now, not when they are used: what is carried on does not grow
+            self.parts = [
+                (old, part.merged() if isinstance(part, GaussianProbes) else part) for old, part in self._groups()
+            ]
 
     @property
     def kept(self) -> list[Tensor]:
@@ -66,15 +70,13 @@ class Distilled:
             found += [*self.known.mean.values(), *self.known.precision.tensors.values()]
         return found
 
-    def _groups(self, task: Task) -> list[tuple[Task, Any]]:
+    def _groups(self) -> list[tuple[Task, Any]]:
         """The old tasks that are answered by the same outputs, together."""
         groups: dict[Any, tuple[Task, Any]] = {}
         for old, part in self.parts:
             key = None if old.grows or old.outputs is None else old.outputs
             groups[key] = (old, groups[key][1] + part if key in groups else part)
-        if not self.merge:
-            return list(groups.values())
-        return [(old, part.merged() if isinstance(part, GaussianProbes) else part) for old, part in groups.values()]
+        return list(groups.values())
 
     def _term(self, model: nn.Module, old: Task, kept: Any, task: Task, trainer: Trainer) -> Distillation:
         inputs = kept if isinstance(kept, Probes) else new_inputs(model, num_data=kept, unit=trainer.training.unit)
