@@ -67,8 +67,8 @@ class Recalled:
         params = matched(model, shapes(self._mean), ties=self._ties)
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         values = {names[id(p)]: self._mean[name].to(p.device, p.dtype) for name, p in params.items()}
-        device = next(iter(params.values())).device
-        values |= {name: buffer.to(device) for name, buffer in self._buffers.items()}
+        now = dict(model.named_buffers())
+        values |= {name: buffer.to(now[name].device) for name, buffer in self._buffers.items()}
         with torch.no_grad(), evaluating(model):
             return functional_call(_Called(model, forward), {f"model.{k}": v for k, v in values.items()}, (inputs,))
 

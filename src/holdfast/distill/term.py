@@ -50,7 +50,7 @@ class Source(Protocol):
         """A batch of inputs."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Distillation:
     """N_old · E KL(p_old ‖ p_θ) in nats (T15), by a batch of inputs drawn anew at every step."""
 
