@@ -273,6 +273,29 @@ class TestLayer:
             torch.testing.assert_close(parameter.grad, grad)
         assert model[0].weight.grad is None
 
+    def test_words_have_probes_after_their_embedding(self):
+        class Reader(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.embed, self.head = nn.Embedding(9, 4), nn.Linear(4, 3)
+
+            def forward(self, batch):
+                return self.head(self.embed(batch["ids"]).mean(1))
+
+        model, ids = Reader(), torch.randint(0, 9, (50, 5))
+        given = {"model": model, "layer": "embed", "forward": lambda run, batch: run({"ids": batch[0]})}
+        probes = holdfast.gaussian_probes([(ids,)], **given)
+        features = model.embed(ids).detach().flatten(1).double()
+        torch.testing.assert_close(covariance(probes), exact(features), rtol=1e-4, atol=1e-5)
+        term = holdfast.distill(
+            model, holdfast.prior(model), probes, holdfast.categorical, forward=lambda run, ids: run({"ids": ids})
+        )
+        with torch.no_grad():
+            model.head.weight += 0.3
+        term.add_gradient_(model, 1.0, {id(parameter) for parameter in model.parameters()})
+        assert float(model.head.weight.grad.norm()) > 0
+        assert model.embed.weight.grad is None
+
     def test_a_way_around_the_layer_is_found(self):
         class Shortcut(nn.Module):
             def __init__(self):
