@@ -4,6 +4,7 @@ python benchmarks/tables.py            # those of docs/curvature.md
 python benchmarks/tables.py head       # that of docs/head.md
 python benchmarks/tables.py structures # those of docs/structures.md
 python benchmarks/tables.py bench      # those of docs/bench.md
+python benchmarks/tables.py distillation # those of docs/distillation.md
 """
 
 from __future__ import annotations
@@ -157,11 +158,23 @@ def _two(values: list[float]) -> str:
     return "–" if mean != mean else f"{mean:.2f} ± {deviation:.2f}" if len(values) > 1 else f"{mean:.2f} (1 seed)"
 
 
+def distillation() -> list[str]:
+    from equivalence import table
+    from hold import table as hold_table
+
+    found, costs = (
+        json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8")) for name in ("equivalence", "hold-cpu")
+    )
+    lines = [f"{found['seeds']} seeds, geometric means, {found['date']}:", "", table(found["runs"]), ""]
+    return [*lines, f"What a hold costs, {costs['date']}:", "", hold_table(costs["runs"], costs["device"])]
+
+
 PAGES = {
     "curvature": lambda: [*curvature("curvature-cpu"), "", *curvature("curvature-h200"), "", *pull("pull-h200")],
     "head": lambda: head("head-cpu"),
     "structures": structures,
     "bench": bench,
+    "distillation": distillation,
 }
 
 if __name__ == "__main__":

@@ -69,6 +69,22 @@ def test_inspect_says_what_a_file_holds(memories):
     assert "diagonal" in result.output
 
 
+def test_inspect_tells_of_probes(tmp_path):
+    model, x = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3)), torch.randn(10, 4)
+    told = {
+        "gaussian: inputs of shape 4, rank 2, 16 numbers": holdfast.gaussian_probes([x], rank=2),
+        "gaussian: outputs of `0` of shape 6, rank 3, 34": holdfast.gaussian_probes(
+            [x], rank=3, model=model, layer="0"
+        ),
+        "kept: inputs of shape 10×4 as they are, 50 numbers": holdfast.kept_inputs(x),
+    }
+    for said, probes in told.items():
+        holdfast.save(holdfast.Memory(holdfast.prior(model, precision=1.0), {}, probes), tmp_path / "m.safetensors")
+        result = runner.invoke(app, ["inspect", str(tmp_path / "m.safetensors")])
+        assert result.exit_code == 0, result.output
+        assert said in " ".join(result.output.split())
+
+
 def test_inspect_says_what_a_head_file_holds(tmp_path):
     head = holdfast.linear_head(holdfast.random_features(4, 7), prior=0.5)
     head.updated([(torch.randn(10, 4), torch.arange(10) % 3)]).save(tmp_path / "head.safetensors")

@@ -179,7 +179,13 @@ def test_every_layer_equals_a_loop_over_examples_on_the_gpu(name):
     assert max(errors.values()) <= 1e-9, errors
 
 
-@pytest.mark.parametrize("method", ["fine-tuning", "ewc", "low-rank-32", "kronecker", "kronecker-rotated", "owm"])
+@pytest.mark.parametrize(
+    "method",
+    [
+        "fine-tuning", "ewc", "low-rank-32", "kronecker", "kronecker-rotated", "owm",
+        "lwf", "probes", "probes+kronecker", "true-inputs",
+    ],
+)  # fmt: skip
 def test_recorded_steps_are_the_steps(method):
     """A CUDA graph of a step, its hold included, against the same steps made one by one; the last batch is short."""
     protocol = PROTOCOLS["digits"].changed(tasks=2, epochs=2)
@@ -194,3 +200,26 @@ def test_recorded_steps_are_the_steps(method):
             made.remember(model, task, trainer)
         ends.append(torch.cat([parameter.detach().flatten() for parameter in model.parameters()]))
     torch.testing.assert_close(ends[0], ends[1], rtol=1e-4, atol=1e-5)
+
+
+def test_a_memory_from_the_cpu_holds_by_its_answers_on_the_gpu():
+    """The value is that of the CPU on the same inputs; nothing is copied to the GPU at a step."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+    x = torch.randn(40, 6)
+    memory = holdfast.Memory.of(holdfast.prior(model), model, holdfast.kept_inputs(x[:1], num_data=40))
+    here = holdfast.distill(model, memory, likelihood=holdfast.categorical)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.1
+    expected = here.value(model)
+    start = holdfast.distill(model.cuda(), memory, likelihood=holdfast.categorical)
+    torch.testing.assert_close(start.value(model).cpu(), expected, rtol=1e-4, atol=1e-4)
+    ours = {id(parameter) for parameter in model.parameters()}
+    start.add_gradient_(model, 1.0, ours)
+    before = torch.cuda.get_sync_debug_mode()
+    try:
+        torch.cuda.set_sync_debug_mode("error")
+        start.add_gradient_(model, 1.0, ours)
+    finally:
+        torch.cuda.set_sync_debug_mode(before)

@@ -67,7 +67,7 @@ def test_the_programs_of_the_curvature_page_run_and_print_what_it_says(capsys):
         holdfast.curvature.RULES.pop("WarpBackward", None)
 
 
-@pytest.mark.parametrize("name", ["bench", "curvature", "head", "structures"])
+@pytest.mark.parametrize("name", ["bench", "curvature", "distillation", "head", "structures"])
 def test_the_tables_are_those_of_the_results(name):
     root = Path(__file__).parent.parent
     page = (root / "docs" / f"{name}.md").read_text(encoding="utf-8")
@@ -112,3 +112,22 @@ def test_the_program_of_the_structures_page_runs_and_prints_what_it_says(capsys)
     (printed,) = re.findall(r"```\n(Sum[^`]*?)```", page, flags=re.DOTALL)
     exec(program, {})
     assert capsys.readouterr().out == printed
+
+
+def test_the_program_of_the_distillation_page_keeps_about_what_it_says(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    page = (Path(__file__).parent.parent / "docs" / "distillation.md").read_text(encoding="utf-8")
+    (program,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    (said,) = re.findall(r"```\n(digits[^`]*?)```", page, flags=re.DOTALL)
+    names = {}
+    exec(program, names)
+    found = capsys.readouterr().out
+    percents = [[int(number) for number in re.findall(r"(\d+) %", text)] for text in (said, found)]
+    assert all(abs(mine - theirs) <= 3 for mine, theirs in zip(*percents, strict=True)), found
+    memory = names["memory"]
+    holdfast.save(holdfast.Memory(memory.posterior, memory.buffers), "to share.safetensors")
+    assert holdfast.load("to share.safetensors").probes is None
+    assert "probes" not in holdfast.inspect("to share.safetensors")
+    assert holdfast.inspect("memory.safetensors")["probes"]["kind"] == "gaussian"
+    for name in set(re.findall(r"holdfast\.([a-z_]+)\(", page)):
+        assert hasattr(holdfast, name), name

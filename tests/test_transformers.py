@@ -191,3 +191,28 @@ def test_adapters_keep_the_names_of_the_model_they_adapt():
     assert {layer.weight for layer in layers} == adapters
     assert sorted(every) == sorted(trainable(adapted))
     assert set(entries) == {"transformer.ln_f.weight", "transformer.ln_f.bias"}
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_a_causal_model_is_held_by_text_of_its_own(name):
+    """The gradient against the divergence of the two models' logits, written out; one has tied embeddings."""
+    model, batch, likelihood = made(name, torch.float64)
+    model.eval()
+    old = made(name, torch.float64)[0].eval()
+
+    def forward(model, ids):
+        return model(input_ids=ids).logits
+
+    text = holdfast.own_text(model, count=6, length=8, num_data=1000, start=batch["input_ids"][:, :2], forward=forward)
+    assert text.inputs.shape == (6, 8)
+    term = holdfast.distill(model, holdfast.prior(model), text, likelihood, batch=16, forward=forward)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.01
+    term.add_gradient_(model, 1.0, {id(parameter) for parameter in model.parameters()})
+    drawn = text.draw(16, torch.Generator().manual_seed(0))
+    before, now = (forward(each, drawn)[:, :-1].log_softmax(-1) for each in (old, model))
+    loss = 1000 * (before.exp() * (before - now)).sum(-1).mean()
+    params = trainable(model)
+    for (_, parameter), grad in zip(params.items(), torch.autograd.grad(loss, list(params.values())), strict=True):
+        torch.testing.assert_close(parameter.grad, grad, rtol=1e-4, atol=1e-5)  # rotary angles are float32

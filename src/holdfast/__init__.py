@@ -13,6 +13,7 @@ from .curvature import (
     lowrank_fisher,
     mixed_fisher,
 )
+from .distill import Distillation, distill, distillation_loss, new_inputs, own_text
 from .errors import (
     ArgumentError,
     CheckError,
@@ -30,6 +31,7 @@ from .likelihood import Likelihood, bernoulli, categorical, custom, gaussian, to
 from .penalty import Quadratic, Term, penalty, penalty_gradient
 from .posterior import Memory, Posterior, consolidate, consolidate_, merge, prior, restore_
 from .precision import Dense, Diagonal, Kronecker, LowRank, Precision, Rotated, SignedDiagonal, Source, Sum
+from .probes import GaussianProbes, KeptInputs, Probes, gaussian_probes, kept_inputs
 from .storage import inspect, load, save
 
 __version__ = "0.1.0"
@@ -41,11 +43,14 @@ __all__ = [
     "DataError",
     "Dense",
     "Diagonal",
+    "Distillation",
     "Estimate",
+    "GaussianProbes",
     "Handle",
     "HoldfastError",
     "HoldfastWarning",
     "InertError",
+    "KeptInputs",
     "Kronecker",
     "Likelihood",
     "LinearHead",
@@ -55,6 +60,7 @@ __all__ = [
     "MismatchError",
     "Posterior",
     "Precision",
+    "Probes",
     "Quadratic",
     "RandomFeatures",
     "Rotated",
@@ -73,16 +79,22 @@ __all__ = [
     "dense_fisher",
     "diagonal_fisher",
     "diagonal_hessian",
+    "distill",
+    "distillation_loss",
     "gaussian",
+    "gaussian_probes",
     "hold",
     "hutchinson_hessian",
     "inspect",
+    "kept_inputs",
     "kronecker_fisher",
     "linear_head",
     "load",
     "lowrank_fisher",
     "merge",
     "mixed_fisher",
+    "new_inputs",
+    "own_text",
     "penalty",
     "penalty_gradient",
     "prior",

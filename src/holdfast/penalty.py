@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -63,6 +63,18 @@ class Term(Protocol):
 
     def add_gradient_(self, model: nn.Module, scale: float | Tensor, only: Collection[int]) -> Tensor:
         """Add scale · ∇term to `.grad` of the parameters whose ids are in `only`; returns the term's value."""
+
+
+@runtime_checkable
+class Drawn(Protocol):
+    """A term that is an estimate, by something drawn anew at every step."""
+
+    def start(self) -> None:
+        """A step begins. Until the next, it draws once: a closure that is called again must see the same objective."""
+
+    @property
+    def generator(self) -> torch.Generator | None:
+        """What it draws with, if it has drawn. A CUDA graph must know of it (`register_generator_state`)."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The memory file: a posterior and its buffers, each tensor under what it is."""
+"""The memory file: a posterior, its buffers and its probes, each tensor under what it is."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from .head.linear import KEYS as HEAD_KEYS
 from .identity import digest
 from .posterior import Memory, Posterior, as_posterior
 from .precision.kinds import described, made
+from .probes import made_probes
 
 _KEYS: file.Keys = {
     "format": int, "precision": dict, "num_data": (int, float), "unit": str, "likelihood": list, "targets": list,
@@ -59,6 +60,7 @@ def _facts(memory: Memory) -> dict[str, Any]:
         "ties": {name: list(more) for name, more in posterior.ties.items()},
         "model": _model(posterior),
         "order": list(_tensors(memory)),
+        **({} if memory.probes is None else {"probes": memory.probes.facts}),
     }
 
 
@@ -68,12 +70,13 @@ def _tensors(memory: Memory) -> dict[str, Tensor]:
         **{f"mean.{name}": value for name, value in posterior.mean.items()},
         **{f"precision.{name}": value for name, value in posterior.precision.tensors.items()},
         **{f"buffers.{name}": value for name, value in memory.buffers.items()},
+        **{f"probes.{name}": value for name, value in (memory.probes.tensors if memory.probes else {}).items()},
     }
 
 
 def _rebuilt(facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Memory:
     """The memory that `facts` and `tensors` describe; the values check themselves as they are made."""
-    rooms: dict[str, dict[str, Tensor]] = {"mean": {}, "precision": {}, "buffers": {}}
+    rooms: dict[str, dict[str, Tensor]] = {"mean": {}, "precision": {}, "buffers": {}, "probes": {}}
     if sorted(facts["order"]) != sorted(tensors):
         raise ArgumentError("its tensors are not those it names.")
     for key in facts["order"]:
@@ -86,7 +89,8 @@ def _rebuilt(facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Memory:
         raise ArgumentError("its tensors are not those of its precision.")
     ties = {str(name): tuple(str(other) for other in more) for name, more in facts["ties"].items()}
     posterior = Posterior(rooms["mean"], precision, ties, tuple(str(parent) for parent in facts["parents"]))
-    memory = Memory(posterior, rooms["buffers"])
+    probes = made_probes(facts["probes"], rooms["probes"]) if "probes" in facts else None
+    memory = Memory(posterior, rooms["buffers"], probes)
     if canonical(_facts(memory)) != canonical(unsigned(facts)):
         raise ArgumentError("what it says of itself is not what it holds.")
     return memory

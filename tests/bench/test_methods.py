@@ -7,8 +7,10 @@ from torch import nn
 import holdfast
 from holdfast.bench import Held, Split, Task, Trainer, Training, decayed, diagonal, every_term, kronecker, per_task, run
 from holdfast.bench.catalog import METHODS, one_of
+from holdfast.bench.discriminant import Discriminant
 from holdfast.bench.heads import ExactHead, Shell
 from holdfast.bench.methods import FineTuning, batched, hessian, lowrank, nearest, uniform
+from holdfast.bench.networks import Gpt
 from holdfast.bench.projection import Projected, input_moments
 from holdfast.bench.protocols import PROTOCOLS
 
@@ -213,7 +215,104 @@ class TestExactHead:
             run(ExactHead(), tasks, lambda: Shell(10), QUICK)
 
 
-@pytest.mark.parametrize("name", [name for name in METHODS if name not in ("joint", "exact-head", "ewc-hessian")])
+class TestDistilled:
+    """Methods that hold by answers, on two digits at a time."""
+
+    TRAINING = Training(epochs=8, batch_size=32, label_smoothing=0.1)
+
+    def made(self, name, form="class", **changes):
+        protocol = PROTOCOLS[f"digits-{form}"].changed(**{"tasks": 3, **changes})
+        tasks, entry = protocol.sequence(0), METHODS[name]
+        own = entry.model
+        method = entry.make(1.0)
+        run_ = run(method, tasks, lambda: own(10) if own else protocol.model(tasks), self.TRAINING, name=name)
+        return run_, method
+
+    def test_probes_keep_what_fine_tuning_loses_and_true_inputs_more(self):
+        tuned, lwf, held, merged, true = (
+            self.made(name)[0].average for name in ("fine-tuning", "lwf", "probes", "probes-merged", "true-inputs")
+        )
+        assert tuned < 0.4
+        assert held > 0.85
+        assert merged > 0.8
+        assert held > lwf + 0.1
+        assert true > held - 0.02
+
+    def test_merged_probes_do_not_grow(self):
+        (apart, each), (merged, one) = self.made("probes", tasks=5), self.made("probes-merged", tasks=5)
+        assert len(each.parts) == 5
+        assert len(one.parts) == 1
+        assert merged.kept_bytes[0] == merged.kept_bytes[-1] < apart.kept_bytes[-1]
+        assert one.parts[0][1].num_data == sum(part.num_data for _, part in each.parts)
+        with_outputs_of_their_own = self.made("probes-merged", "task")[1]
+        assert len(with_outputs_of_their_own.parts) == 3
+
+    def test_the_weights_beside_them(self):
+        run_, method = self.made("probes+kronecker")
+        assert run_.average > 0.85
+        assert method.known.num_data > 0
+
+    def test_probes_of_features_and_the_weights_below_them(self):
+        changes = {"network": "convolutional", "hidden": (8,)}
+        tuned, (held, method) = self.made("fine-tuning", **changes)[0], self.made("probes-feature", **changes)
+        assert held.average > tuned.average + 0.2
+        kept = method.parts[0][1]
+        assert kept.layer == "10"
+        assert kept.shape == (64,)
+        covered = {name.split(".")[0] for name in method.known.precision.shapes}
+        assert covered == {"0", "2", "5", "7"}
+        assert {name.split(".")[0] for name in method.known.mean} == {"0", "2", "5", "7", "11", "13"}
+
+    def test_features_are_those_of_a_convolutional_network(self, tasks):
+        with pytest.raises(holdfast.ArgumentError, match="use a convolutional network"):
+            run(METHODS["probes-feature"].make(1.0), tasks, small, QUICK)
+
+    @pytest.mark.parametrize(("form", "least"), [("class", 0.9), ("domain", 0.9), ("task", 0.95)])
+    def test_the_discriminant_answers_by_density(self, form, least):
+        run_, method = self.made("discriminant", form, tasks=5)
+        assert run_.average > least
+        assert len(method.classes) == 10
+        assert len({label for label, *_ in method.classes}) == (2 if form == "domain" else 10)
+
+    def test_the_discriminants_scores_are_log_densities(self):
+        torch.manual_seed(0)
+        part = Split(torch.randn(60, 3), torch.arange(60) % 2)
+        shell, method = Shell(2), Discriminant(rank=3)
+        method.learn(shell, Task("made", part, part), Trainer(QUICK))
+        scores = []
+        for label in (0, 1):
+            x = part.x[part.y == label]
+            spread = torch.cov(x.T, correction=0) + part.x.var(0, correction=0).mean() * torch.eye(3)
+            gaussian = torch.distributions.MultivariateNormal(x.mean(0), spread)
+            scores.append(gaussian.log_prob(part.x))
+        found = shell(part.x)
+        torch.testing.assert_close(found[:, 0] - found[:, 1], scores[0] - scores[1], rtol=1e-3, atol=1e-3)
+
+    def test_own_text_holds_a_language_model(self):
+        """Two languages of one byte after another, counting up and down: its own text keeps the first."""
+        up = torch.arange(8).expand(64, 8) + torch.arange(64).unsqueeze(1)
+        parts = [Split(rows % 16, (rows + step) % 16) for rows, step in ((up, 1), (16 + up.flip(1), -1))]
+        tasks = [Task(str(index), part, part) for index, part in enumerate(parts)]
+        training = Training(epochs=25, batch_size=16, loss="tokens", lr=3e-3)
+
+        def model():
+            return Gpt(16, 8, 32, 1, 2)
+
+        entry = METHODS["own-text"]
+        method = entry.make(1.0)
+        held, tuned = run(method, tasks, model, training), run(FineTuning(), tasks, model, training)
+        assert held.accuracy[0][0] > 0.95
+        assert held.nll[1][0] < tuned.nll[1][0]
+        kept = method.parts[0][1]
+        assert kept.unit == "token"
+        assert kept.num_data == pytest.approx(512, rel=1e-4)
+        assert float(((kept.inputs[:, 1:] - kept.inputs[:, :-1]) % 16 == 1).double().mean()) > 0.9  # it counts up
+
+
+ELSEWHERE = ("joint", "exact-head", "ewc-hessian", "probes-feature", "own-text", "discriminant")
+
+
+@pytest.mark.parametrize("name", [name for name in METHODS if name not in ELSEWHERE])
 def test_every_method_learns_two_tasks(name, tasks):
     made = run(METHODS[name].make(1.0), tasks[:2], small, Training(epochs=1, batch_size=64), name=name)
     assert made.method == name

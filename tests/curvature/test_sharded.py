@@ -160,6 +160,30 @@ def ddp(rank: int) -> dict:
     return run(model, share(rank)[: 3 - rank], targets="observed")
 
 
+def distilled(rank: int) -> dict:
+    """The gradient of answers to inputs that differ between the ranks, and to probes that do not."""
+    model, start = nn.parallel.DistributedDataParallel(made(Scaled)), holdfast.prior(made(Scaled))
+    sources = {
+        "new": holdfast.new_inputs(model, num_data=10),
+        "probes": holdfast.gaussian_probes([x for x, _ in share(0)]),
+    }
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.1
+    model(share(rank)[0][0])
+    found = {}
+    for name, source in sources.items():
+        model.zero_grad()
+        term = holdfast.distill(model, start, source, holdfast.categorical)
+        term.add_gradient_(model, 1.0, {id(parameter) for parameter in model.parameters()})
+        found[name] = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+    pieces = sharded()
+    found["sharded"] = fails(
+        holdfast.distill, pieces, holdfast.prior(pieces), holdfast.kept_inputs(share(0)[0][0]), holdfast.categorical
+    )
+    return found
+
+
 def errors(rank: int) -> dict:
     from torch.distributed._composable.replicate import replicate
     from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -245,7 +269,7 @@ def alone(rank: int) -> dict:
 
 SCENARIOS = {
     1: [alone],
-    2: [fsdp, checkpointed, alike, ddp, errors, tensor_parallel],
+    2: [fsdp, checkpointed, alike, ddp, distilled, errors, tensor_parallel],
     4: [hybrid, sharded_and_parallel],
 }
 
@@ -393,6 +417,21 @@ def test_replicas_square_apart_and_add(found):
     torch.testing.assert_close(flat(estimate["entries"]), by_hand(made(Scaled), [[b] for each in shares for b in each]))
     source = in_one_process(made(Scaled), share(0) + share(1)[:2])
     assert (estimate["id"], estimate["num_data"], estimate["squares"]) == (source.id, source.num_data, 5)
+
+
+def test_replicas_held_by_their_answers_stay_alike(found):
+    old, new = made(Scaled), made(Scaled)
+    with torch.no_grad():
+        for parameter in new.parameters():
+            parameter += 0.1
+    inputs = [share(rank)[0][0] for rank in (0, 1)]
+    losses = [holdfast.distillation_loss(old(x), new(x), holdfast.categorical) for x in inputs]
+    expected = flat_gradient(10 * sum(losses) / 2, new)
+    for rank in found["distilled"]:
+        torch.testing.assert_close(rank["new"], expected)
+        torch.testing.assert_close(rank["probes"], found["distilled"][0]["probes"], rtol=0, atol=0)
+        assert rank["sharded"][0] == "ArgumentError"
+        assert "give teacher=" in rank["sharded"][1]
 
 
 def test_tensor_parallel_ranks_are_one_model_on_one_share_of_the_data(found):

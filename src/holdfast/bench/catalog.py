@@ -10,6 +10,8 @@ from typing import TypeVar
 from torch import nn
 
 from ..errors import ArgumentError
+from .discriminant import Discriminant
+from .distilled import Distilled, feature_probes, of_features, own_words, probes, true_inputs
 from .heads import ExactHead, Shell
 from .methods import (
     FineTuning,
@@ -68,6 +70,28 @@ METHODS: dict[str, Entry] = {
     ),
     "exact-head": Entry(
         lambda s: ExactHead(), "exact recursion on 3000 random features; needs --loss squared", False, Shell
+    ),
+    "lwf": Entry(lambda s: Distilled(None, strength=s), "learning without forgetting: the answers to the new inputs"),
+    "probes": Entry(lambda s: Distilled(probes(), strength=s), "the answers to Gaussian probes of the old inputs"),
+    "probes-merged": Entry(
+        lambda s: Distilled(probes(), strength=s, merge=True), "the same, one Gaussian for all tasks: constant memory"
+    ),
+    "probes+kronecker": Entry(
+        lambda s: Distilled(probes(), kronecker(), strength=s), "the answers to probes, and the weights"
+    ),
+    "probes-feature": Entry(
+        lambda s: Distilled(feature_probes(), of_features, strength=s),
+        "the answers to probes of the first linear layer's inputs, and the weights below; convolutional networks",
+    ),
+    "own-text": Entry(
+        lambda s: Distilled(own_words(), strength=s, batch=32), "the answers to text of the model's own; text protocols"
+    ),
+    "discriminant": Entry(
+        lambda s: Discriminant(), "a Gaussian of rank 100 for each class, and no network", False, Shell
+    ),
+    "true-inputs": Entry(
+        lambda s: Distilled(true_inputs, strength=s),
+        "the answers to the old inputs themselves, unlabeled: they are kept",
     ),
     "owm": Entry(lambda s: Projected(s), "orthogonal weight modification (Zeng 2019), with SGD"),
 }

@@ -179,6 +179,8 @@ def _all() -> list[Protocol]:
                      hidden=(128, 128), training=_DIGITS),
             Protocol(f"fashion-{form}", f"Fashion-MNIST, two classes at a time, 2×400; {said}", "fashion-mnist", form,
                      5, hidden=(400, 400), training=_HSU),
+            Protocol(f"fashion-conv-{form}", f"Fashion-MNIST, two classes at a time, 4 convolutions, 2 linear; {said}",
+                     "fashion-mnist", form, 5, network="convolutional", hidden=(16,), training=_HSU),
             Protocol(f"cifar10-{form}", f"CIFAR-10, two classes at a time, 4 convolutions and 2 linear layers; {said}",
                      "cifar10", form, 5, network="convolutional", hidden=(32,), training=_CIFAR),
         ]  # fmt: skip

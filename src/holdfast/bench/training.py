@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer
 
 from ..errors import ArgumentError
+from ..hold import Handle
 from ..likelihood import Likelihood, categorical, gaussian, tokens
 from .tasks import Split, Task, masked
 
@@ -114,8 +115,8 @@ class Trainer:
         with ExitStack() as stack:
             if device.type == "cuda":
                 stack.enter_context(torch.cuda.stream(torch.cuda.Stream()))  # type: ignore[no-untyped-call]
-            stack.enter_context(attach(optimizer) if attach else nullcontext())
-            steps = _Steps(model, task, data.x, optimizer, numbers, self.recorded)
+            held = stack.enter_context(attach(optimizer) if attach else nullcontext())
+            steps = _Steps(model, task, data.x, optimizer, numbers, self.recorded, held)
             for made, rows in enumerate(orders):
                 _set_rate(optimizer, numbers.rate(made, total))
                 steps.take(rows.to(device, non_blocking=True))
@@ -144,8 +145,16 @@ class _Steps:
     _EAGER = 3  # steps made as usual before recording: they set up what libraries set up at first use
 
     def __init__(
-        self, model: nn.Module, task: Task, x: Tensor, optimizer: Optimizer, numbers: Training, recorded: bool
+        self,
+        model: nn.Module,
+        task: Task,
+        x: Tensor,
+        optimizer: Optimizer,
+        numbers: Training,
+        recorded: bool,
+        held: object = None,
     ) -> None:
+        self._held = held
         self._model, self._task, self._optimizer, self._numbers = model, task, optimizer, numbers
         self._x, self._y, self._allowed = x, task.train.y, task.train.allowed
         self._eager = self._EAGER if recorded and x.is_cuda else math.inf
@@ -167,6 +176,8 @@ class _Steps:
 
     def _recorded(self, rows: Tensor) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
+        for generator in self._held.generators if isinstance(self._held, Handle) else ():
+            graph.register_generator_state(generator)
         self._optimizer.zero_grad(set_to_none=True)
         with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
             self._step(rows)

@@ -50,6 +50,8 @@ def merge(
     console.print(f"Wrote [bold]{escape(str(out))}[/bold].", soft_wrap=True)
     if any(part.buffers for part in parts):
         console.print("Buffers (BatchNorm statistics) have no product and were left out: recompute them.")
+    if any(part.probes is not None for part in parts):
+        console.print("Probes were left out: in Python, memory.with_probes(other.probes) keeps both.")
 
 
 def _of_memory(facts: dict[str, Any]) -> list[tuple[str, object]]:
@@ -63,9 +65,25 @@ def _of_memory(facts: dict[str, Any]) -> list[tuple[str, object]]:
         ("structure", facts["precision"].get("kind", "unknown")),
         ("parameters", f"{entries:,} in {sum(name.startswith('mean.') for name in shapes)} tensors"),
         ("buffers", sum(name.startswith("buffers.") for name in shapes)),
+        *([("probes", _probes(facts["probes"], shapes))] if isinstance(facts.get("probes"), dict) else []),
         ("id", facts["id"]),
         ("parents", ", ".join(map(str, facts["parents"])) or "none"),
     ]
+
+
+def _probes(said: dict[str, Any], shapes: dict[str, list[int]]) -> str:
+    """What stands for the old inputs, and how much of the file it is."""
+    mine = {name: shape for name, shape in shapes.items() if name.startswith("probes.")}
+    entries = f"{sum(_size(shape) for shape in mine.values()):,} numbers"
+    if said.get("kind") == "gaussian":
+        ranks = ", ".join(str(shape[0]) for name, shape in sorted(mine.items()) if name.endswith(".factors"))
+        where = f"outputs of `{said.get('layer')}`" if said.get("layer") else "inputs"
+        return f"gaussian: {where} of shape {_by(said.get('shape'))}, rank {ranks}, {entries}"
+    return f"{said.get('kind')}: inputs of shape {_by(mine.get('probes.inputs'))} as they are, {entries}"
+
+
+def _by(shape: object) -> str:
+    return "×".join(map(str, shape)) if isinstance(shape, list) else "unknown"
 
 
 def _of_head(facts: dict[str, Any]) -> list[tuple[str, object]]:

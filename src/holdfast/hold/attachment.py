@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..errors import ArgumentError, InertError, MismatchError, require_number
-from ..penalty import Quadratic, Term
+from ..penalty import Drawn, Quadratic, Term
 from ..posterior import Memory, Posterior, as_posterior
 from ..posterior.product import require_counted_once
 from ..precision import Precision
@@ -132,8 +132,14 @@ class Handle:
         """How many optimizer steps were held, over all optimizers."""
         return sum(self._steps.values())
 
+    @property
+    def generators(self) -> list[torch.Generator]:
+        """What terms draw with: a CUDA graph that records steps must register each (`register_generator_state`)."""
+        found = [term.generator for term in self._terms if isinstance(term, Drawn)]
+        return [generator for generator in found if generator is not None]
+
     def metrics(self) -> dict[str, float]:
-        """Numbers for a logger. `rise` is the quadratic's estimate of nats lost per old example."""
+        """Numbers for a logger. `rise` is the terms' estimate of nats lost per old example."""
         value = self.penalty
         old = sum(term.num_data for term in self._terms)
         return {
@@ -208,6 +214,9 @@ class Handle:
             return None
         if self._rotation is not None:
             self._rotation.start()
+        for term in self._terms:
+            if isinstance(term, Drawn):
+                term.start()
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if not callable(closure):
             self._add_gradient(optimizer)

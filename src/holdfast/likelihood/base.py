@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..devices import sent
-from ..errors import ArgumentError, DataError
+from ..errors import ArgumentError, DataError, MismatchError
 
 # The exact Fisher takes a backward pass per class or output: the default up to this many, sampled labels beyond.
 EXPECTED_UP_TO = 16
@@ -53,6 +53,13 @@ class Likelihood(abc.ABC):
         """How many units (examples, or tokens) a batch of `size` examples has."""
         return float(size)
 
+    def divergence(self, old: Any, new: Any, target: Any = None, temperature: float = 1.0) -> Tensor:
+        """KL(p_old ‖ p_new) of each example in nats, (batch,), times temperature² of what is softened by it.
+
+        `target` says where labels count, for likelihoods that have positions.
+        """
+        raise ArgumentError(f"{self.name} does not say how far apart two outputs are: nothing is known but its nll.")
+
     def root(self, output: Tensor) -> Tensor:
         """Columns s_k with Σ_k s_k s_kᵀ the Fisher of the outputs, shape (columns, *output.shape)."""
         raise ArgumentError(f"{self.name} has no exact Fisher (targets='expected'). {self._instead}")
@@ -66,6 +73,20 @@ class Likelihood(abc.ABC):
 def few_or_many(columns: int) -> str:
     """The default targets of a likelihood whose exact Fisher takes `columns` passes."""
     return "expected" if columns <= EXPECTED_UP_TO else "sampled"
+
+
+def softmax_divergence(old: Tensor, new: Tensor, temperature: float, name: str) -> Tensor:
+    """Σ p_old (log p_old − log p_new) over the last axis. Classes that the old output lacks had no probability."""
+    known = old.shape[-1]
+    if old.shape[:-1] != new.shape[:-1] or known > new.shape[-1]:
+        raise MismatchError(
+            f"{name}: the old output has shape {tuple(old.shape)}, the new one {tuple(new.shape)}. Classes may have "
+            "been added at the end, and nothing else may differ."
+        )
+    wide = torch.promote_types(new.dtype, torch.float32)
+    before = (old.to(wide) / temperature).log_softmax(-1)
+    now = (new.to(wide) / temperature).log_softmax(-1)[..., :known]
+    return temperature**2 * (before.exp() * (before - now)).sum(-1)
 
 
 def as_tensor(output: Any, name: str) -> Tensor:

@@ -10,7 +10,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import DataError
-from .base import Likelihood, as_tensor, draw_class, few_or_many, require_class_labels, require_class_range, uniform
+from .base import (
+    Likelihood,
+    as_tensor,
+    draw_class,
+    few_or_many,
+    require_class_labels,
+    require_class_range,
+    softmax_divergence,
+    uniform,
+)
 
 
 @dataclass(frozen=True)
@@ -33,6 +42,9 @@ class Categorical(Likelihood):
 
     def default_targets(self, output: Any) -> str:
         return few_or_many(self._logits(output).shape[-1])
+
+    def divergence(self, old: Any, new: Any, target: Any = None, temperature: float = 1.0) -> Tensor:
+        return softmax_divergence(self._logits(old), self._logits(new), temperature, self.name)
 
     def root(self, output: Tensor) -> Tensor:
         # diag(p) − ppᵀ = Σ_j s_j s_jᵀ with one column fewer than classes: is it j, given that it is none before j?

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..errors import DataError, require_number
+from ..errors import ArgumentError, DataError, require_number
 from .base import Likelihood, as_tensor, few_or_many, found, uniform
 
 
@@ -33,6 +33,12 @@ class Bernoulli(Likelihood):
 
     def default_targets(self, output: Any) -> str:
         return few_or_many(as_tensor(output, self.name)[0].numel())
+
+    def divergence(self, old: Any, new: Any, target: Any = None, temperature: float = 1.0) -> Tensor:
+        new, old = _alike(new, old, self.name)
+        old, new = old / temperature, new / temperature
+        # p (z − z′) + log(1 + eᶻ′) − log(1 + eᶻ), with p = sigmoid(z)
+        return _per_example(temperature**2 * (old.sigmoid() * (old - new) + F.softplus(new) - F.softplus(old)))
 
     def root(self, output: Tensor) -> Tensor:
         p = as_tensor(output, self.name).sigmoid()
@@ -67,6 +73,12 @@ class Gaussian(Likelihood):
 
     def default_targets(self, output: Any) -> str:
         return few_or_many(as_tensor(output, self.name)[0].numel())
+
+    def divergence(self, old: Any, new: Any, target: Any = None, temperature: float = 1.0) -> Tensor:
+        if temperature != 1:
+            raise ArgumentError(f"{self.name} has no temperature: its scale says how far apart outputs are.")
+        new, old = _alike(new, old, self.name)
+        return _per_example(0.5 * ((old - new) / self.scale).square())
 
     def root(self, output: Tensor) -> Tensor:
         return _unit_columns(as_tensor(output, self.name)) / self.scale

@@ -11,7 +11,15 @@ from torch import Tensor
 
 from ..devices import sent
 from ..errors import DataError
-from .base import Likelihood, as_tensor, draw_class, require_class_labels, require_class_range, uniform
+from .base import (
+    Likelihood,
+    as_tensor,
+    draw_class,
+    require_class_labels,
+    require_class_range,
+    softmax_divergence,
+    uniform,
+)
 
 
 @dataclass(frozen=True)
@@ -44,6 +52,14 @@ class Tokens(Likelihood):
     def require(self, output: Any, target: Any) -> None:
         output, target = self._aligned(output, target)
         require_class_range(target[target != self.ignore_index], output.shape[-1], self.name)
+
+    def divergence(self, old: Any, new: Any, target: Any = None, temperature: float = 1.0) -> Tensor:
+        old, new = as_tensor(old, self.name), as_tensor(new, self.name)
+        each = softmax_divergence(old, new, temperature, self.name)
+        if target is None:  # every position that has a next one counts, or every one
+            return each[:, :-1].sum(-1) if self.shift else each.sum(-1)
+        _, labels = self._aligned(new, target)
+        return (each[:, : labels.shape[1]] * sent(labels != self.ignore_index, each.device)).sum(-1)
 
     def count(self, size: int, target: Any) -> Tensor:
         counted: Tensor = target[:, 1:] if self.shift else target

@@ -15,6 +15,7 @@ from ..identity import digest, fingerprint
 from ..params import aliases, buffers, matched, renaming, require_shapes, shapes, trainable
 from ..precision import Diagonal, Precision, SignedDiagonal, Source, Sum
 from ..precision.base import grown, require_finite
+from ..probes import Probes
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -116,18 +117,25 @@ class Posterior:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Memory:
-    """What is kept of a model and its data: the posterior, and the buffers (BatchNorm statistics) it ran with."""
+    """What is kept of a model and its data: the posterior, the buffers (BatchNorm statistics) it ran with, and probes
+    that stand for its inputs, if there are any."""
 
     posterior: Posterior
     buffers: dict[str, Tensor] = field(default_factory=dict)
+    probes: Probes | None = None
 
     def __post_init__(self) -> None:
+        if self.probes is not None and not isinstance(self.probes, Probes):
+            raise ArgumentError(
+                f"a memory's probes are gaussian_probes(...) or kept_inputs(...), got {type(self.probes).__name__}."
+            )
         for name, value in self.buffers.items():
             if value.is_floating_point():
                 require_finite(f"buffer {name}", value)
 
     def __repr__(self) -> str:
-        return f"Memory({self.posterior!r}, {len(self.buffers)} buffers)"
+        probes = "" if self.probes is None else f", {self.probes!r}"
+        return f"Memory({self.posterior!r}, {len(self.buffers)} buffers{probes})"
 
     @property
     def mean(self) -> dict[str, Tensor]:
@@ -156,12 +164,18 @@ class Memory:
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Memory:
         """The same on another device, the posterior in another floating dtype."""
         moved = {name: buffer.to(device) for name, buffer in self.buffers.items()}
-        return replace(self, posterior=self.posterior.to(device, dtype), buffers=moved)
+        probes = self.probes if self.probes is None or device is None else self.probes.to(device)
+        return replace(self, posterior=self.posterior.to(device, dtype), buffers=moved, probes=probes)
+
+    def with_probes(self, probes: Probes) -> Memory:
+        """The memory with probes of another task's inputs beside those it has."""
+        return replace(self, probes=probes if self.probes is None else self.probes + probes)
 
     @staticmethod
-    def of(posterior: Posterior, model: nn.Module) -> Memory:
-        """The posterior together with the buffers the model has now."""
-        return Memory(posterior, {name: buffer.detach().clone() for name, buffer in buffers(model).items()})
+    def of(posterior: Posterior, model: nn.Module, probes: Probes | None = None) -> Memory:
+        """The posterior together with the buffers the model has now, and probes if they are given."""
+        kept = {name: buffer.detach().clone() for name, buffer in buffers(model).items()}
+        return Memory(posterior, kept, probes)
 
 
 def as_posterior(memory: Posterior | Memory) -> Posterior:

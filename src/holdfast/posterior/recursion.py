@@ -37,7 +37,7 @@ def consolidate(
     precision = settled(decay * known.precision + fisher)
     precision = precision if exact else precision.merged()
     after = Posterior(mean, precision, _ties(known, model, params), (known.id,))
-    return Memory.of(after, model) if isinstance(posterior, Memory) else after
+    return Memory.of(after, model, posterior.probes) if isinstance(posterior, Memory) else after
 
 
 def consolidate_(posterior: Kept, model: nn.Module, fisher: Precision, *, decay: float = 1.0) -> Kept:
@@ -67,7 +67,7 @@ def consolidate_(posterior: Kept, model: nn.Module, fisher: Precision, *, decay:
         elif new is not None:
             entries[name] = new
     after = Posterior(mean, Diagonal(entries, sources), ties, parents)
-    return Memory.of(after, model) if isinstance(posterior, Memory) else after
+    return Memory.of(after, model, posterior.probes) if isinstance(posterior, Memory) else after
 
 
 def _aligned(posterior: Posterior, model: nn.Module, fisher: Precision) -> tuple[Posterior, Precision]:

@@ -1,0 +1,143 @@
+"""Methods that hold a model by its answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..curvature import kronecker_fisher
+from ..distill import Distillation, distill, new_inputs, own_text
+from ..errors import ArgumentError
+from ..hold import hold
+from ..likelihood import gaussian
+from ..posterior import Posterior, consolidate, prior
+from ..precision import Precision
+from ..probes import GaussianProbes, Probes, gaussian_probes, kept_inputs
+from .methods import BATCH, Curvature
+from .tasks import Task
+from .training import Trainer
+
+# What is kept of a task's inputs.
+Kept = Callable[[nn.Module, Task], Probes]
+
+
+@dataclass
+class Distilled:
+    """Hold the answers to probes that stand for each task's inputs; with a curvature, the weights beside them.
+
+    With `keep=None` the new data's inputs are asked about (learning without forgetting).
+    """
+
+    keep: Kept | None
+    curvature: Curvature | None = None
+    strength: float = 1.0
+    batch: int = 128
+    merge: bool = False
+    known: Posterior | None = None
+    parts: list[tuple[Task, Any]] = field(default_factory=list)
+
+    def learn(self, model: nn.Module, task: Task, trainer: Trainer) -> None:
+        if self.known is None:
+            trainer.fit(model, task)
+            return
+        known, training = self.known, trainer.training
+        terms: list[Any] = [known] if self.curvature else []
+        terms += [self._term(model, old, kept, task, trainer) for old, kept in self._groups()]
+        trainer.fit(model, task, lambda optimizer: hold(
+            optimizer, model, terms, num_data=training.count(task.train), strength=self.strength, unit=training.unit,
+        ))  # fmt: skip
+
+    def remember(self, model: nn.Module, task: Task, trainer: Trainer) -> None:
+        before = self.known or prior(model)
+        self.known = (
+            consolidate(before, model, self.curvature(model, task, trainer)) if self.curvature else prior(model)
+        )  # fmt: skip
+        kept = self.keep(model, task) if self.keep else float(trainer.training.count(task.train))
+        self.parts.append((task, kept))
+        if self.merge:  # now, not when they are used: what is carried on does not grow
+            self.parts = [
+                (old, part.merged() if isinstance(part, GaussianProbes) else part) for old, part in self._groups()
+            ]
+
+    @property
+    def kept(self) -> list[Tensor]:
+        found = [tensor for _, part in self.parts if isinstance(part, Probes) for tensor in part.tensors.values()]
+        if self.known is not None:
+            found += [*self.known.mean.values(), *self.known.precision.tensors.values()]
+        return found
+
+    def _groups(self) -> list[tuple[Task, Any]]:
+        """The old tasks that are answered by the same outputs, together."""
+        groups: dict[Any, tuple[Task, Any]] = {}
+        for old, part in self.parts:
+            key = None if old.grows or old.outputs is None else old.outputs
+            groups[key] = (old, groups[key][1] + part if key in groups else part)
+        return list(groups.values())
+
+    def _term(self, model: nn.Module, old: Task, kept: Any, task: Task, trainer: Trainer) -> Distillation:
+        inputs = kept if isinstance(kept, Probes) else new_inputs(model, num_data=kept, unit=trainer.training.unit)
+        answers = old.judged_after(task)
+        classes = len(old.outputs) if old.grows and old.outputs else None
+        return distill(
+            model, self.known or prior(model), inputs, trainer.training.likelihood, batch=self.batch,
+            classes=classes, seed=trainer.seed, forward=answers.logits,
+        )  # fmt: skip
+
+
+def probes(rank: int | None = None) -> Kept:
+    """Mean and a low-rank covariance of the inputs: 100 directions, if not said."""
+    return lambda model, task: gaussian_probes(task.train.batches(1000), rank=rank)
+
+
+def feature_probes(rank: int | None = None) -> Kept:
+    """The same of the features that the first linear layer takes."""
+    return lambda model, task: gaussian_probes(
+        task.train.batches(1000), rank=rank, model=model, layer=features(model)
+    )  # fmt: skip
+
+
+def features(model: nn.Module) -> str:
+    """The module right before the first linear layer, in a network that is a sequence."""
+    names = [name for name, _ in model.named_children()]
+    linear = next((index for index, each in enumerate(model.children()) if isinstance(each, nn.Linear)), 0)
+    if not isinstance(model, nn.Sequential) or not linear:
+        raise ArgumentError("there are no features before a first linear layer here: use a convolutional network.")
+    return names[linear - 1]
+
+
+def of_features(model: nn.Module, task: Task, trainer: Trainer) -> Precision:
+    """Kronecker factors of the layers below, by what they do to the features, and not to the answers of today's head.
+
+    A feature that moves by its own deviation costs half a nat. A certain head answers the same to many features, so
+    that the Fisher of its answers lets those go that its successors are asked about.
+    """
+    layer = features(model)
+    body = nn.Sequential(*list(model.children())[: [name for name, _ in model.named_children()].index(layer) + 1])
+    (moments,) = gaussian_probes(task.train.batches(BATCH), rank=1, model=model, layer=layer).components
+    deviation = float((moments.factors.square().sum(0) + moments.rest).mean().sqrt())
+    batches = [(x, x.new_zeros(len(x), len(moments.mean))) for x, _ in task.train.batches(BATCH)]
+    return kronecker_fisher(
+        model, batches, gaussian(deviation), targets="sampled", seed=trainer.seed,
+        forward=lambda run, batch: body(batch[0]), only=[name for name, _ in body.named_parameters()],
+    )  # fmt: skip
+
+
+def own_words(count: int = 1000) -> Kept:
+    """Text that the model writes, from first bytes that sequences of the task had."""
+
+    def found(model: nn.Module, task: Task) -> Probes:
+        starts = task.train.first(count).x[:, :1]
+        length, batch = task.train.first(1).x.shape[1], min(count, 250)
+        return own_text(model, count=count, length=length, num_data=task.train.y.numel(), start=starts, batch=batch)
+
+    return found
+
+
+def true_inputs(model: nn.Module, task: Task) -> Probes:
+    """The old inputs themselves, without their labels: the most that probes could be."""
+    with torch.no_grad():
+        return kept_inputs(task.train.x, num_data=len(task.train))

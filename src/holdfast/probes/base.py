@@ -1,0 +1,76 @@
+"""What every kind of probe can do."""
+
+from __future__ import annotations
+
+import abc
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import MismatchError
+
+
+class Probes(abc.ABC):
+    """A distribution over inputs that stands for those of old data. Frozen; `+` keeps both sides, each by its weight.
+
+    `layer` names the module whose output they are drawn for, nothing for the model's inputs; `blank` is then an input,
+    all zeros, that carries the shape the model takes.
+    """
+
+    num_data: float
+    unit: str
+    layer: str
+    blank: Tensor | None
+
+    @property
+    @abc.abstractmethod
+    def shape(self) -> torch.Size:
+        """Of one input."""
+
+    @property
+    @abc.abstractmethod
+    def tensors(self) -> dict[str, Tensor]:
+        """All it holds, by name."""
+
+    @property
+    @abc.abstractmethod
+    def facts(self) -> dict[str, Any]:
+        """What a file says of it besides its tensors: enough to make it again."""
+
+    @abc.abstractmethod
+    def draw(self, count: int, generator: torch.Generator) -> Tensor:
+        """Inputs, (count, *shape), on the device of both the probes and the generator."""
+
+    @abc.abstractmethod
+    def plus(self, other: Probes) -> Probes:
+        """Those of both, where they are of one kind."""
+
+    @abc.abstractmethod
+    def to(self, device: torch.device | str) -> Probes:
+        """The same on another device."""
+
+    def __add__(self, other: Probes) -> Probes:
+        if not isinstance(other, Probes) or type(other) is not type(self):
+            raise MismatchError(
+                f"{type(self).__name__} and {type(other).__name__} cannot be joined: give both as terms."
+            )
+        for what in ("shape", "layer", "unit"):
+            mine, theirs = getattr(self, what), getattr(other, what)
+            if mine != theirs:
+                raise MismatchError(
+                    f"these probes differ in their {what}, {_said(mine)} and {_said(theirs)}: they are not of one "
+                    "model, or not of one preprocessing."
+                )
+        return self.plus(other)
+
+
+def drawn_rows(weights: Tensor, count: int, generator: torch.Generator) -> Tensor:
+    """Rows drawn by their weights, (count,). By a running sum: any number of rows, and nothing that a GPU waits for."""
+    reached = weights.double().cumsum(0)
+    heights = torch.rand(count, generator=generator, device=weights.device, dtype=torch.float64) * reached[-1]
+    return torch.searchsorted(reached, heights, right=True).clamp(max=len(weights) - 1)
+
+
+def _said(value: object) -> str:
+    return str(tuple(value)) if isinstance(value, torch.Size) else repr(value)
