@@ -26,7 +26,8 @@ def result(method, seed, accuracy, *, strength=None, protocol="toy", made=None, 
 
 def measured(seed, accuracy, *, nll, seconds):
     return result(
-        "EWC", seed, accuracy, strength=1.0, nll=[[1.0, 1.0], nll], untrained=[0.1, 0.05], lowest=[None, 0.6],
+        "EWC", seed, accuracy, strength=1.0, nll=[[1.0, 1.0], nll], untrained=[0.1, 0.05],
+        lowest=[None, 0.6], settled=[None, accuracy[1][0]],
         learning_seconds=seconds, remembering_seconds=[0.0, 0.5], kept_bytes=[1_000_000, 2_000_000],
         learning_bytes=[500_000_000, 400_000_000],
     )  # fmt: skip

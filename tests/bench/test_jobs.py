@@ -28,7 +28,8 @@ def test_a_grid_has_every_combination_once_seeds_outermost():
 def test_a_job_is_known_by_its_numbers_and_not_by_how_they_were_written(tmp_path):
     one = Job(QUICK, "ewc", 0, 1.0)
     assert Job(QUICK, "ewc", 0, 1).path(tmp_path) == one.path(tmp_path)
-    assert Job(QUICK, "ewc", 0, 1.0, chosen=True).path(tmp_path) == one.path(tmp_path)
+    assert Job(QUICK, "ewc", 0, 1.0, chosen=True).path(tmp_path) != one.path(tmp_path)  # the table says which it is
+    assert one.path(tmp_path, "cuda:1") == one.path(tmp_path, "cuda") != one.path(tmp_path)
     others = [
         Job(QUICK, "ewc", 0, 2.0), Job(QUICK, "ewc", 1), Job(QUICK, "l2", 0), Job(QUICK, "ewc", 0, validating=True),
         Job(PROTOCOLS["digits"].changed(tasks=2, epochs=2), "ewc", 0),

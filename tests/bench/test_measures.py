@@ -10,6 +10,7 @@ from holdfast.bench.measures import Run, by_method, paired, percent, spread
 KNOWN = Run(
     "m", 0, [[0.9, 0.1, 0.2], [0.7, 0.8, 0.1], [0.5, 0.6, 0.7]],
     nll=[[0.1, 3.0, 3.0], [0.5, 0.2, 3.0], [1.0, 0.6, 0.2]], untrained=[0.1, 0.05, 0.15], lowest=[None, 0.4, 0.35],
+    settled=[None, 0.7, 0.55],
     learning_seconds=[1.0, 2.0, 3.0], remembering_seconds=[0.5, 0.5, 0.5], kept_bytes=[10, 20, 30],
     learning_bytes=[100, 300, 200], remembering_bytes=[50, 50, 400],
 )  # fmt: skip

@@ -200,8 +200,10 @@ class TestExactHead:
     def test_in_turn_it_is_what_all_at_once_gives(self):
         tasks = PROTOCOLS["digits-class"].changed(loss="squared").sequence(0)
         training = Training(epochs=1, loss="squared")
-        method = ExactHead(features=200)
-        made = run(method, tasks, lambda: Shell(10), training)
+        made = run(ExactHead(features=200), tasks, lambda: Shell(10), training)
+        method, model, trainer = ExactHead(features=200), Shell(10), Trainer(training)
+        for task in tasks:
+            method.learn(model, task, trainer)
         x = torch.cat([task.train.x for task in tasks])
         y = torch.cat([task.train.y for task in tasks])
         head = holdfast.linear_head(holdfast.random_features(64, 200, seed=0)).updated([(x, y)])

@@ -29,6 +29,7 @@ from .methods import (
     uniform,
 )
 from .projection import Projected
+from .protocols import Protocol
 
 Value = TypeVar("Value")
 
@@ -43,6 +44,23 @@ class Entry:
     about: str
     has_strength: bool = True
     model: Callable[[int], nn.Module] | None = None
+    fits: Callable[[Protocol], bool] = lambda protocol: True
+
+
+def _by_squares(protocol: Protocol) -> bool:
+    return protocol.training.loss == "squared"
+
+
+def _of_text(protocol: Protocol) -> bool:
+    return protocol.stream == "text"
+
+
+def _of_images(protocol: Protocol) -> bool:
+    return protocol.stream != "text"
+
+
+def _convolves(protocol: Protocol) -> bool:
+    return protocol.network == "convolutional"
 
 
 METHODS: dict[str, Entry] = {
@@ -69,25 +87,38 @@ METHODS: dict[str, Entry] = {
         lambda s: Held(kronecker(), strength=s, rotate=True), "Kronecker, steps in the factors' eigenvectors"
     ),
     "exact-head": Entry(
-        lambda s: ExactHead(), "exact recursion on 3000 random features; needs --loss squared", False, Shell
+        lambda s: ExactHead(),
+        "exact recursion on 3000 random features; needs --loss squared",
+        False,
+        Shell,
+        _by_squares,
     ),
     "lwf": Entry(lambda s: Distilled(None, strength=s), "learning without forgetting: the answers to the new inputs"),
-    "probes": Entry(lambda s: Distilled(probes(), strength=s), "the answers to Gaussian probes of the old inputs"),
+    "probes": Entry(
+        lambda s: Distilled(probes(), strength=s), "the answers to Gaussian probes of the old inputs", fits=_of_images
+    ),
     "probes-merged": Entry(
-        lambda s: Distilled(probes(), strength=s, merge=True), "the same, one Gaussian for all tasks: constant memory"
+        lambda s: Distilled(probes(), strength=s, merge=True),
+        "the same, one Gaussian for all tasks: constant memory",
+        fits=_of_images,
     ),
     "probes+kronecker": Entry(
-        lambda s: Distilled(probes(), kronecker(), strength=s), "the answers to probes, and the weights"
+        lambda s: Distilled(probes(), kronecker(), strength=s),
+        "the answers to probes, and the weights",
+        fits=_of_images,
     ),
     "probes-feature": Entry(
         lambda s: Distilled(feature_probes(), of_features, strength=s),
         "the answers to probes of the first linear layer's inputs, and the weights below; convolutional networks",
+        fits=_convolves,
     ),
     "own-text": Entry(
-        lambda s: Distilled(own_words(), strength=s, batch=32), "the answers to text of the model's own; text protocols"
+        lambda s: Distilled(own_words(), strength=s, batch=32),
+        "the answers to text of the model's own; text protocols",
+        fits=_of_text,
     ),
     "discriminant": Entry(
-        lambda s: Discriminant(), "a Gaussian of rank 100 for each class, and no network", False, Shell
+        lambda s: Discriminant(), "a Gaussian of rank 100 for each class, and no network", False, Shell, _of_images
     ),
     "true-inputs": Entry(
         lambda s: Distilled(true_inputs, strength=s),

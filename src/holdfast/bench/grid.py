@@ -23,7 +23,7 @@ from .results import Result
 __all__ = ["STRENGTHS", "Failure", "Outcome", "dask", "others", "processes", "run_all", "swept", "trials"]
 
 STRENGTHS = (0.1, 1.0, 10.0, 100.0, 1000.0)
-_SWEEP_SEED = 100  # a sequence of tasks that no table is made of
+SWEEP_SEED = 100  # a sequence of tasks that no table is made of
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def run_all(
     outcome = Outcome({}, {})
     waiting = []
     for job in dict.fromkeys(jobs):
-        done = _done(job, folder)
+        done = _done(job, folder, device)
         if done is None:
             waiting.append(job)
         else:
@@ -73,10 +73,10 @@ def run_all(
     for job, made in _finished(waiting, work, executor):
         if isinstance(made, Failure):
             outcome.failed[job] = made.line
-            _write_failure(job.error_path(folder), made)
+            _write_failure(job.error_path(folder, device), made)
         else:
-            results.write(job.path(folder), made)
-            job.error_path(folder).unlink(missing_ok=True)
+            results.write(job.path(folder, device), made)
+            job.error_path(folder, device).unlink(missing_ok=True)
             outcome.found[job] = made
         progress(job, outcome.found.get(job))
     return outcome
@@ -86,7 +86,7 @@ def trials(protocols: Sequence[Protocol], methods: Sequence[str], strengths: Seq
     """The runs that a sweep chooses strengths by: on validation data of the first `tasks` tasks of one sequence."""
     short = [replace(each, tasks=min(tasks, each.tasks)) for each in protocols]
     tunable = [method for method in methods if METHODS[method].has_strength]
-    return grid(short, tunable, [_SWEEP_SEED], strengths, validating=True)
+    return grid(short, tunable, [SWEEP_SEED], strengths, validating=True)
 
 
 def swept(
@@ -199,9 +199,9 @@ def _write_failure(target: Path, failure: Failure) -> None:
         ) from error
 
 
-def _done(job: Job, folder: Path) -> Result | None:
+def _done(job: Job, folder: Path, device: str) -> Result | None:
     try:
-        return job.done(folder)
+        return job.done(folder, device)
     except DataError as error:
         warnings.warn(f"{error} Its job is run again.", HoldfastWarning, stacklevel=3)
         return None

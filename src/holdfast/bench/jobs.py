@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from datetime import date
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +66,9 @@ class Job:
             "strength": float(self.strength) if METHODS[self.method].has_strength else None,
             "seed": self.seed,
             "validating": self.validating,
+            "chosen": self.chosen,
+            # What a Python installation carries is another text in another version.
+            **({"python": platform.python_version()} if self.protocol.stream == "text" else {}),
         }
 
     @property
@@ -75,17 +78,17 @@ class Job:
         validation = ", on validation data" if self.validating else ""
         return f"{self.protocol.name}: {self.method}{strength}, seed {self.seed}{validation}"
 
-    def path(self, folder: Path) -> Path:
-        """Where its result is kept."""
-        return results.path(folder, self.config, code_version())
+    def path(self, folder: Path, device: str = "cpu") -> Path:
+        """Where its result is kept, for each kind of device another."""
+        return results.path(folder, {**self.config, "device": device.partition(":")[0]}, code_version())
 
-    def error_path(self, folder: Path) -> Path:
+    def error_path(self, folder: Path, device: str = "cpu") -> Path:
         """Where it is written down how it failed, if it did."""
-        return self.path(folder).with_suffix(".error.txt")
+        return self.path(folder, device).with_suffix(".error.txt")
 
-    def done(self, folder: Path) -> Result | None:
+    def done(self, folder: Path, device: str = "cpu") -> Result | None:
         """Its result, if there is one. A damaged file raises a DataError."""
-        found = self.path(folder)
+        found = self.path(folder, device)
         return results.read(found) if found.exists() else None
 
 
@@ -158,7 +161,8 @@ def machine(device: str, chosen: bool = False) -> dict[str, Any]:
     where = torch.cuda.get_device_name() if device.startswith("cuda") else f"CPU, {platform.machine()}"
     return {
         "version": code_version(), "device": where, "torch": torch.__version__, "python": platform.python_version(),
-        "date": date.today().isoformat(), "strength_chosen_on": "validation" if chosen else None,
+        "date": datetime.now().astimezone().isoformat(timespec="seconds"), "threads": torch.get_num_threads(),
+        "strength_chosen_on": "validation" if chosen else None,
     }  # fmt: skip
 
 

@@ -13,9 +13,10 @@ class Run:
     """One method, one seed. `accuracy[i][j]` is the share right on task j after the ith stage, every task tested.
 
     A stage is a task learned; joint training has a single stage, in which all are. `nll` is the same table in nats per
-    example (or token) of the test data. `untrained` is the accuracy before anything was learned, and `lowest[i]` the
-    lowest that the mean accuracy on the earlier tasks fell to while task i was learned. Seconds and bytes are given
-    stage by stage: `kept_bytes` is what is carried on, the others the most that was in use.
+    example (or token) of the test data. `untrained` is the accuracy before anything was learned; `lowest[i]` is the
+    lowest that the mean accuracy on the earlier tasks fell to while task i was learned, and `settled[i]` what it came
+    to at the end of that, both on a part of the test data. Seconds and bytes are given stage by stage: `kept_bytes` is
+    what is carried on, the others the most that was in use beyond what was before the run.
     """
 
     method: str
@@ -24,6 +25,7 @@ class Run:
     nll: list[list[float]] = field(default_factory=list)
     untrained: list[float] = field(default_factory=list)
     lowest: list[float | None] = field(default_factory=list)
+    settled: list[float | None] = field(default_factory=list)
     learning_seconds: list[float] = field(default_factory=list)
     remembering_seconds: list[float] = field(default_factory=list)
     kept_bytes: list[int] = field(default_factory=list)
@@ -79,11 +81,8 @@ class Run:
     @property
     def gap(self) -> float:
         """The stability gap: how far the earlier tasks dipped, at worst after a switch, below where they ended up."""
-        dips = [
-            statistics.fmean(self.accuracy[task][:task]) - low
-            for task, low in enumerate(self.lowest)
-            if task and low is not None
-        ]
+        pairs = zip(self.settled, self.lowest, strict=False)
+        dips = [end - low for end, low in pairs if end is not None and low is not None]
         return statistics.fmean(dips) if dips else math.nan
 
     @property

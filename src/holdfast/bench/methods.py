@@ -42,12 +42,10 @@ class FineTuning:
     """
 
     tasks: int | None = None
-    learned: int = 0
 
     def learn(self, model: nn.Module, task: Task, trainer: Trainer) -> None:
-        if self.tasks is None or self.learned < self.tasks:
+        if self.tasks is None or trainer.fits < self.tasks:
             trainer.fit(model, task)
-        self.learned += 1
 
     def remember(self, model: nn.Module, task: Task, trainer: Trainer) -> None:
         pass
@@ -154,11 +152,13 @@ def batched(size: int = 128) -> Curvature:
     def found(model: nn.Module, task: Task, trainer: Trainer) -> Precision:
         params = dict(model.named_parameters())
         sums = {name: torch.zeros_like(each) for name, each in params.items()}
-        for x, y in task.train.batches(size):
-            loss = trainer.training.losses(task.logits(model, x), y).mean()
-            for name, grad in zip(params, torch.autograd.grad(loss, list(params.values())), strict=True):
-                sums[name] += len(x) * grad.square()  # the mean over batches, times the number of examples
         training = trainer.training
+        for x, y in task.train.batches(size):
+            loss = training.losses(task.logits(model, x), y).mean()
+            for name, grad in zip(params, torch.autograd.grad(loss, list(params.values())), strict=True):
+                sums[name] += (
+                    y.numel() if training.loss == "tokens" else len(y)
+                ) * grad.square()  # the mean over batches, times the number of examples
         size_of_it = float(training.count(task.train))
         source = Source(f"{task.name}, {trainer.seed}", size_of_it, training.unit, training.loss, f"batches of {size}")
         return Diagonal(sums, (source,))

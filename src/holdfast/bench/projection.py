@@ -27,7 +27,11 @@ _ALPHA = 1e-3
 
 @dataclass
 class Projected:
-    """Orthogonal weight modification. It trains with SGD, whose steps stay where the projected gradients point."""
+    """Orthogonal weight modification. It trains with SGD, whose steps stay where the projected gradients point.
+
+    The rate and the momentum are for protocols that train with Adam, and α sets where strength 1 is: orders of
+    magnitude that were set once, on no data. A sweep chooses the strength.
+    """
 
     strength: float = 1.0
     lr: float = 0.05
@@ -46,6 +50,8 @@ class Projected:
         return list(self.moments.values())
 
     def _training(self, training: Training) -> Training:
+        if training.optimizer == "sgd":
+            return training
         return replace(training, optimizer="sgd", lr=self.lr, momentum=self.momentum)
 
     @contextmanager

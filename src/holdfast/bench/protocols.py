@@ -73,7 +73,7 @@ class Protocol:
 
     def changed(self, **numbers: Any) -> Protocol:
         """The protocol with other numbers, of its own or of its training, and a name that tells them."""
-        given = {key: value for key, value in numbers.items() if value is not None}
+        given = {key: value for key, value in numbers.items() if value is not None and value != self._number(key)}
         if not given:
             return self
         mine = {each.name for each in fields(self)} - {"name", "about", "training"}
@@ -87,8 +87,14 @@ class Protocol:
             theirs.setdefault("label_smoothing", 0.0)
         said = ", ".join(f"{key} {value}" for key, value in sorted(given.items()))
         own = {key: value for key, value in given.items() if key in mine}
-        self._require_applicable(given)
-        return replace(self, name=f"{self.name} ({said})", training=replace(self.training, **theirs), **own)
+        self._require_applicable(numbers)
+        about = f"{self.about}; changed: {said}"
+        return replace(
+            self, name=f"{self.name} ({said})", about=about, training=replace(self.training, **theirs), **own
+        )  # fmt: skip
+
+    def _number(self, key: str) -> Any:
+        return getattr(self, key) if hasattr(self, key) else getattr(self.training, key, None)
 
     def _require_applicable(self, given: dict[str, Any]) -> None:
         """Whether changes make sense here, where that is not for each number alone to say."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -11,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from ..errors import ArgumentError
 from .measures import Run
 from .methods import Method
 from .tasks import Task
@@ -37,11 +39,17 @@ def run(
     `stages` are what is learned where that is not the tasks themselves: all of them joined, for joint training.
     `progress` is called after each with its name.
     """
+    if not tasks or isinstance(make_model, nn.Module):
+        raise ArgumentError("run takes a method, at least one task, and a function that makes a model: lambda: net().")
+    if method.kept:
+        raise ArgumentError("this method has learned already, and would be held to that: make a new one for each run.")
+    start = _in_use(device)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = make_model().to(device)
     model.eval()
-    accuracy, nll, lowest, kept = [], [], [], []
+    _require_answers(model, tasks)
+    accuracy, nll, lowest, settled, kept = [], [], [], [], []
     learning: list[tuple[float, int]] = []
     remembering: list[tuple[float, int]] = []
     untrained = [_judged(model, task.judged_after(task), training)[0] for task in tasks]
@@ -60,13 +68,26 @@ def run(
         accuracy.append([right for right, _ in found])
         nll.append([loss for _, loss in found])
         lowest.append(min(seen) if seen else None)
+        settled.append(seen[-1] if seen else None)
         kept.append(sum(tensor.numel() * tensor.element_size() for tensor in method.kept))
         progress(task.name)
     return Run(
-        name or type(method).__name__, seed, accuracy, nll, untrained, lowest,
+        name or type(method).__name__, seed, accuracy, nll, untrained, lowest, settled,
         [seconds for seconds, _ in learning], [seconds for seconds, _ in remembering], kept,
-        [peak for _, peak in learning], [peak for _, peak in remembering],
+        [max(0, peak - start) for _, peak in learning], [max(0, peak - start) for _, peak in remembering],
     )  # fmt: skip
+
+
+def _require_answers(model: nn.Module, tasks: Sequence[Task]) -> None:
+    """Raise where a task's labels have no output that could answer."""
+    for task in tasks:
+        with torch.no_grad():
+            width = task.logits(model, task.test.first(1).x).shape[-1]
+        largest = int(max(task.train.y.max(), task.test.y.max()))
+        if largest >= width or (task.outputs and width < len(task.outputs)):
+            raise ArgumentError(
+                f"`{task.name}` has labels up to {largest}, and {width} of the model's outputs to answer."
+            )
 
 
 @torch.no_grad()
@@ -107,6 +128,17 @@ def _measured(device: str, spent: list[tuple[float, int]]) -> Iterator[None]:
     if device.startswith("cuda"):
         torch.cuda.synchronize()
     spent.append((time.perf_counter() - start, _peak(device)))
+
+
+def _in_use(device: str) -> int:
+    """Bytes in use before a run, the data's among them: what it needs is counted from here."""
+    gc.collect()
+    if device.startswith("cuda"):
+        torch.cuda.empty_cache()
+        return torch.cuda.memory_allocated()
+    with suppress(OSError, ValueError, IndexError):
+        return 1024 * int(Path("/proc/self/status").read_text().split("VmRSS:")[1].split()[0])
+    return 0
 
 
 def _reset_peak(device: str) -> None:

@@ -18,7 +18,8 @@ def require_sound(job: Mapping[str, Any], made: Mapping[str, Any], run: Run) -> 
     if run.nll:
         _require_table("nll", run.nll, stages, tasks, _is_number)
     _require("untrained", run.untrained, tasks, _is_share)
-    _require("lowest", run.lowest, stages, lambda value: value is None or _is_share(value))
+    for name in ("lowest", "settled"):
+        _require(name, getattr(run, name), stages, lambda value: value is None or _is_share(value))
     for name in ("learning_seconds", "remembering_seconds"):
         _require(name, getattr(run, name), stages, _is_amount)
     for name in ("kept_bytes", "learning_bytes", "remembering_bytes"):

@@ -87,8 +87,12 @@ class Task:
     grows: bool = False
 
     def __post_init__(self) -> None:
-        if self.outputs is not None and self.outputs != tuple(range(self.outputs[0], self.outputs[-1] + 1)):
+        if self.outputs is None:
+            return
+        outputs = tuple(self.outputs)
+        if not outputs or outputs != tuple(range(outputs[0], outputs[-1] + 1)):
             raise ArgumentError(f"a task's outputs stand side by side, such as (2, 3), got {self.outputs}.")
+        object.__setattr__(self, "outputs", outputs)
 
     def logits(self, model: nn.Module, x: Tensor) -> Tensor:
         """What the model says, of the outputs that may answer."""

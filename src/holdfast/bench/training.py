@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer
 
-from ..errors import ArgumentError
+from ..errors import ArgumentError, require_number
 from ..hold import Handle
 from ..likelihood import Likelihood, categorical, gaussian, tokens
 from .tasks import Split, Task, masked
@@ -50,6 +50,11 @@ class Training:
                 raise ArgumentError(f"{name} is a whole number, 1 or more, got {value!r}.")
         if self.loss not in get_args(Loss):
             raise ArgumentError(f"a loss is one of {', '.join(get_args(Loss))}, got {self.loss!r}.")
+        for name, known in (("optimizer", ("adam", "sgd")), ("schedule", ("constant", "cosine"))):
+            if getattr(self, name) not in known:
+                raise ArgumentError(f"{name} is {' or '.join(known)}, got {getattr(self, name)!r}.")
+        require_number(self.lr, "a learning rate", positive=True)
+        require_number(self.momentum, "momentum")
         if not 0.0 <= self.label_smoothing < 1.0:
             raise ArgumentError(f"label_smoothing is 0 or more and less than 1, got {self.label_smoothing!r}.")
 
@@ -71,10 +76,15 @@ class Training:
         """The labels as the likelihood takes them."""
         return F.one_hot(y, width).float() if self.loss == "squared" else y
 
-    def losses(self, logits: Tensor, y: Tensor, smoothing: float = 0.0) -> Tensor:
-        """The negative log-likelihood of every example or token, in nats."""
+    def losses(self, logits: Tensor, y: Tensor, smoothing: float = 0.0, allowed: Tensor | None = None) -> Tensor:
+        """The negative log-likelihood of every example or token, in nats; smoothed over the outputs that may answer."""
         if self.loss == "squared":
-            return 0.5 * (logits - self.targets(y, logits.shape[-1])).square().sum(-1)
+            apart = logits - self.targets(y, logits.shape[-1])
+            return 0.5 * (apart if allowed is None else apart * allowed).square().sum(-1)
+        if allowed is not None:
+            logs = masked(logits, allowed).log_softmax(-1)
+            even = (logs * allowed).sum(-1) / allowed.sum(-1)
+            return -(1 - smoothing) * logs.gather(-1, y.unsqueeze(-1)).squeeze(-1) - smoothing * even
         flat, labels = logits.flatten(0, -2), y.flatten()
         return F.cross_entropy(flat, labels, reduction="none", label_smoothing=smoothing)
 
@@ -96,7 +106,7 @@ class Trainer:
     watch: Callable[[int], None] | None = None
     recorded: bool = True
     watched: float = field(default=0.0, init=False)  # seconds spent on it, which are no part of the training
-    _fits: int = field(default=0, init=False)
+    fits: int = field(default=0, init=False)  # how many there were
 
     def fit(self, model: nn.Module, task: Task, attach: Attach | None = None, training: Training | None = None) -> None:
         """Train on a task with a fresh optimizer, to which `attach` may attach a hold (or a hook of its own).
@@ -105,8 +115,8 @@ class Trainer:
         """
         numbers = training or self.training
         data, device = task.train, next(model.parameters()).device
-        generator = torch.Generator().manual_seed(1000 * self.seed + self._fits)
-        self._fits += 1
+        generator = torch.Generator().manual_seed(1000 * self.seed + self.fits)
+        self.fits += 1
         orders = _orders(len(data), numbers, generator)
         total = numbers.steps or (numbers.epochs or 0) * math.ceil(len(data) / numbers.batch_size)
         rate = torch.tensor(numbers.lr, device=device) if device.type == "cuda" else numbers.lr
@@ -186,8 +196,10 @@ class _Steps:
     def _step(self, rows: Tensor) -> None:
         self._optimizer.zero_grad(set_to_none=True)
         logits = self._task.logits(self._model, self._x[rows])
-        logits = masked(logits, None if self._allowed is None else self._allowed[rows])
-        loss = self._numbers.losses(logits, self._y[rows], self._numbers.label_smoothing).mean()
+        allowed = None if self._allowed is None else self._allowed[rows]
+        if allowed is not None:
+            logits = logits[..., : allowed.shape[-1]]
+        loss = self._numbers.losses(logits, self._y[rows], self._numbers.label_smoothing, allowed).mean()
         torch.autograd.backward(loss)
         self._optimizer.step()
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
 from rich.box import SIMPLE_HEAD
 from rich.markup import escape
@@ -35,13 +34,15 @@ def bench(
     protocols: Annotated[list[str] | None, typer.Argument(help="Which protocols (see --list).")] = None,
     methods: Annotated[str, typer.Option(help="Which methods, with commas between them, or `all`.")] = _DEFAULTS,
     seeds: Annotated[str, typer.Option(help="How many seeds, from 0; or which, with commas: 3,4,5.")] = "3",
-    strengths: Annotated[str, typer.Option(help="The strengths to run each method at, with commas.")] = "1",
+    strengths: Annotated[str | None, typer.Option(help="The strengths to run at, or to choose among; else 1.")] = None,
     sweep: Annotated[bool, typer.Option(help="Choose each strength on validation data, of --strengths.")] = False,
     sweep_tasks: Annotated[int, typer.Option(min=2, help="How many tasks a strength is chosen on.")] = 5,
     out: Annotated[Path, typer.Option(help="The folder of results; what is there is not run again.")] = Path("results"),
     workers: Annotated[int, typer.Option(min=0, help="Processes to run jobs in; 0 is this one.")] = 0,
     device: Annotated[str, typer.Option(help="cpu, cuda, or auto: a GPU if there is one.")] = "auto",
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads of each job; else workers share all.")] = None,
+    threads: Annotated[
+        int, typer.Option(min=1, help="CPU threads of each job; another number rounds differently.")
+    ] = 1,
     dask: Annotated[str | None, typer.Option(help="Run the jobs on a dask cluster: its scheduler's address.")] = None,
     commands: Annotated[bool, typer.Option(help="Print a command for each job instead, for any scheduler.")] = False,
     show: Annotated[bool, typer.Option("--list", help="List the protocols and the methods.")] = False,
@@ -60,7 +61,7 @@ def bench(
         "tasks": tasks, "epochs": epochs, "steps": steps, "loss": loss, "label_smoothing": label_smoothing,
     }  # fmt: skip
     with interruptible("Stopped. What was finished is kept: the same command goes on from there."), plain_warnings():
-        asked = or_exit(lambda: _Asked.of(protocols or ["digits"], methods, seeds, strengths, changes))
+        asked = or_exit(lambda: _Asked.of(protocols or ["digits"], methods, seeds, strengths, sweep, changes))
         if commands:
             or_exit(lambda: _print_commands(asked, out, device, threads, sweep_tasks if sweep else None, changes))
             return
@@ -80,11 +81,17 @@ class _Asked:
     strengths: list[float]
 
     @classmethod
-    def of(cls, protocols: list[str], methods: str, seeds: str, strengths: str, changes: dict[str, Any]) -> _Asked:
+    def of(
+        cls, protocols: list[str], methods: str, seeds: str, strengths: str | None, sweep: bool, changes: dict[str, Any]
+    ) -> _Asked:
         from ..bench.catalog import METHODS, one_of
+        from ..bench.grid import STRENGTHS, SWEEP_SEED
         from ..bench.protocols import PROTOCOLS
 
-        names = list(METHODS) if methods == "all" else [name.strip() for name in methods.split(",") if name.strip()]
+        chosen = [one_of(name, PROTOCOLS, "protocol").changed(**changes) for name in protocols]
+        names = [name.strip() for name in methods.split(",") if name.strip()]
+        if methods == "all":  # that apply
+            names = [name for name, entry in METHODS.items() if all(map(entry.fits, chosen))]
         if not names:
             raise ArgumentError("--methods names no method; `holdfast bench --list` shows them.")
         for name in names:
@@ -95,12 +102,15 @@ class _Asked:
                 f"--seeds {numbers[0]} is how many, from 1 to {_MOST_SEEDS}; to say which, write a comma after it: "
                 f"--seeds {numbers[0]},"
             )
-        return cls(
-            [one_of(name, PROTOCOLS, "protocol").changed(**changes) for name in protocols],
-            names,
-            numbers if "," in seeds else list(range(numbers[0])),
-            _numbers(strengths, "strengths", float),
+        which = numbers if "," in seeds else list(range(numbers[0]))
+        found = (
+            _numbers(strengths, "strengths", float) if strengths is not None else list(STRENGTHS) if sweep else [1.0]
         )
+        if sweep and len(set(found)) < 2:
+            raise ArgumentError("--sweep chooses among strengths: give two or more, with commas.")
+        if sweep and SWEEP_SEED in which:
+            raise ArgumentError(f"seed {SWEEP_SEED} is the one that strengths are chosen on: take others.")
+        return cls(chosen, names, which, found)
 
     @property
     def jobs(self) -> list[Job]:
@@ -118,7 +128,7 @@ class _Asked:
 
 
 def _run(
-    asked: _Asked, out: Path, workers: int, address: str | None, device: str, threads: int | None, sweep: int | None
+    asked: _Asked, out: Path, workers: int, address: str | None, device: str, threads: int, sweep: int | None
 ) -> Outcome:
     from ..bench.grid import dask, others, processes, run_all, swept
     from ..bench.jobs import present
@@ -127,8 +137,6 @@ def _run(
         raise ArgumentError("jobs run in --workers or on --dask, not both.")
     if not address:  # another machine's devices are its own
         device = present(device)
-    if workers and threads is None:
-        threads = max(1, torch.get_num_threads() // workers)
     for version, count in others(out).items():
         said = f"{out} has {count} results of holdfast {version}: they stay, and are not used."
         console.print(f"[dim]{escape(said)}[/dim]", soft_wrap=True)

@@ -56,9 +56,9 @@ def report_command(
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         found = collected(results)
-    left_out = [str(warning.message) for warning in caught]
+    left_out = [str(warning.message).removeprefix("left out: ") for warning in caught]
     for line in left_out:
-        print(line, file=sys.stderr)
+        print(f"left out: {line}", file=sys.stderr)
     if bundled is not None:
         bundle(found, bundled)
     _write(out, bench_page(found, left_out=left_out))

@@ -16,11 +16,15 @@ _OWN = ("protocol", "method", "strength", "seed", "validating", "chosen", "descr
 
 @dataclass(frozen=True)
 class Entry:
-    """One method at one strength: a result for each seed, and what the strength was chosen on, if it was chosen."""
+    """One method at one strength: a result for each seed, and what the strength was chosen on, if it was chosen.
+
+    Runs of another version of the code or on another device make an entry of their own, which `made_with` tells apart.
+    """
 
     method: str
     strength: float | None
     chosen_on: str
+    made_with: str
     results: tuple[Result, ...]
 
     @property
@@ -28,12 +32,13 @@ class Entry:
         """The method and its strength, where it has one and its name does not say it."""
         said = "" if self.strength is None else f"strength {self.strength:g}"
         told = said and not self.method.endswith(said)
-        return self.method + (f", {said}" if told else "") + (" (chosen)" if self.chosen_on else "")
+        made = f" [{self.made_with}]" if self.made_with else ""
+        return self.method + (f", {said}" if told else "") + (" (chosen)" if self.chosen_on else "") + made
 
     @property
     def name(self) -> str:
         """The label for a picture, where room is dear: strength 1 is what is meant when none is told."""
-        return self.method if self.strength == 1 and not self.chosen_on else self.label
+        return self.method if self.strength == 1 and not self.chosen_on and not self.made_with else self.label
 
     @property
     def runs(self) -> list[Run]:
@@ -95,9 +100,11 @@ def sections(results: Sequence[Result]) -> list[Section]:
 
 def _section(protocol: str, title: str, tasks: int, results: list[Result]) -> Section:
     # One run for a seed: the newest. Counting a seed twice would make the spread look smaller than it is.
-    latest: dict[tuple[str, float | None, str], dict[int, Result]] = {}
+    latest: dict[tuple[str, float | None, str, str], dict[int, Result]] = {}
+    differing = [name for name in ("version", "device") if len(distinct(one.made.get(name) for one in results)) > 1]
     for one in sorted(results, key=lambda one: str(one.made.get("date", ""))):
-        latest.setdefault((one.run.method, one.strength, _chosen_on(one)), {})[one.run.seed] = one
+        made = ", ".join(str(one.made.get(name, "unknown")) for name in differing)
+        latest.setdefault((one.run.method, one.strength, _chosen_on(one), made), {})[one.run.seed] = one
     entries = [Entry(*key, tuple(by_seed[seed] for seed in sorted(by_seed))) for key, by_seed in latest.items()]
     entries.sort(key=lambda entry: (-entry.average, entry.label))
     kept = [one for entry in entries for one in entry.results]
