@@ -10,10 +10,12 @@ import torch
 
 import holdfast
 from holdfast.bench import jobs
-from holdfast.bench.jobs import Job, chosen, code_version, execute, grid, present
+from holdfast.bench.jobs import Job, chosen, code_version, execute, grid, present, save
 from holdfast.bench.measures import Run
 from holdfast.bench.protocols import PROTOCOLS
+from holdfast.bench.results import collected
 from holdfast.errors import ArgumentError
+from holdfast.report.sections import sections
 
 QUICK = PROTOCOLS["digits"].changed(tasks=2, epochs=1)
 
@@ -141,3 +143,12 @@ def test_the_version_tells_what_decides_a_run_and_not_how_it_is_shown(tmp_path, 
         (copy / name).write_text("# another", encoding="utf-8")
         assert version() != before, name
         before = version()
+
+
+def test_a_run_of_ones_own_is_found_by_the_report(tmp_path):
+    made = Run("mine", 3, [[0.9, 0.2], [0.7, 0.8]])
+    target = save(made, tmp_path / "new", protocol="clouds", strength=2.0)
+    (found,) = collected(tmp_path / "new")
+    assert target.exists()
+    assert (found.protocol, found.strength, found.run) == ("clouds", 2.0, made)
+    assert "mine, strength 2" in {entry.label for entry in sections([found])[0].entries}

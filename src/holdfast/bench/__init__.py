@@ -14,38 +14,48 @@ A sequence of one's own needs a few lines; a method is anything with `learn`, `r
 (2, 2, True)
 """
 
+from .heads import ExactHead
+from .jobs import save
 from .measures import Paired, Run, paired
 from .methods import (
     Batches,
     FineTuning,
     Held,
     Method,
+    batched,
     decayed,
     diagonal,
     every_term,
+    hessian,
     kronecker,
     lowrank,
     nearest,
     per_task,
+    uniform,
 )
+from .projection import Projected
 from .runner import run
 from .tasks import Split, Task, joined
 from .training import Trainer, Training
 
 __all__ = [
     "Batches",
+    "ExactHead",
     "FineTuning",
     "Held",
     "Method",
     "Paired",
+    "Projected",
     "Run",
     "Split",
     "Task",
     "Trainer",
     "Training",
+    "batched",
     "decayed",
     "diagonal",
     "every_term",
+    "hessian",
     "joined",
     "kronecker",
     "lowrank",
@@ -53,4 +63,6 @@ __all__ = [
     "paired",
     "per_task",
     "run",
+    "save",
+    "uniform",
 ]

@@ -135,6 +135,20 @@ def execute(
         return Result(job.config, made, machine(device, job.chosen))
 
 
+def save(
+    made: Run, folder: Path, *, protocol: str, strength: float | None = None, description: str = "", device: str = "cpu"
+) -> Path:
+    """Keep a run of one's own among a folder's results, where `holdfast report` finds it under its protocol."""
+    config: dict[str, Any] = {
+        "protocol": protocol, "description": description, "numbers": {}, "method": made.method, "strength": strength,
+        "seed": made.seed, "validating": False, "chosen": False,
+    }  # fmt: skip
+    folder.mkdir(parents=True, exist_ok=True)
+    target = results.path(folder, {**config, "device": device.partition(":")[0]}, code_version())
+    results.write(target, Result(config, made, machine(device)))
+    return target
+
+
 def present(device: str) -> str:
     """A device of this machine by its name; "auto" is a GPU if there is one."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
