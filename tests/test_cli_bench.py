@@ -253,7 +253,10 @@ def started(tmp_path):
 
     def start(seeds, workers):
         words = ["digits", "--methods", "fine-tuning", "--out", tmp_path, "--seeds", seeds, "--workers", workers]
-        command = [sys.executable, "-m", "holdfast", "bench", *map(str, words), *NUMBERS]
+        # Where a shell runs the tests in its background, Ctrl-C is ignored unless it is asked for.
+        listening = "import runpy, signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+        program = f"{listening}runpy.run_module('holdfast', run_name='__main__', alter_sys=True)"
+        command = [sys.executable, "-c", program, "bench", *map(str, words), *NUMBERS]
         pipe = subprocess.PIPE
         process = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, start_new_session=True, env=NO_GPU)
         processes.append(process)
