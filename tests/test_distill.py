@@ -538,3 +538,12 @@ def test_own_text_is_drawn_from_the_model():
     assert text.unit == "token"
     with pytest.raises(holdfast.ArgumentError, match="2 tokens or more"):
         holdfast.own_text(Next(), count=5, length=1, num_data=10)
+
+
+def test_rotated_steps_need_a_posterior_to_turn_to():
+    model = small()
+    term = holdfast.distill(
+        model, holdfast.prior(model), holdfast.kept_inputs(torch.randn(4, 5, dtype=torch.float64)), holdfast.categorical
+    )
+    with pytest.raises(holdfast.ArgumentError, match="eigenvectors of a posterior"):
+        holdfast.hold(torch.optim.SGD(model.parameters(), lr=0.1), model, term, num_data=4, rotate=True)

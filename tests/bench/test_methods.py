@@ -335,3 +335,13 @@ def test_permuted_and_split_protocols_make_models_that_fit():
         protocol = PROTOCOLS[name]
         tasks = protocol.sequence(0)
         assert protocol.model(tasks)(tasks[0].train.x[:2]).shape == (2, protocol.outputs(tasks))
+
+
+def test_a_method_that_distills_carries_no_data_on():
+    method = METHODS["lwf"].make(1.0)
+    tasks = PROTOCOLS["digits-class"].sequence(0)[:2]
+    run(method, tasks, lambda: PROTOCOLS["digits-class"].model(tasks), Training(epochs=1))
+    for (old, _), task in zip(method.parts, tasks, strict=True):
+        assert old.outputs == task.outputs
+        assert not old.train.stored.any()
+        assert old.train.stored.untyped_storage().nbytes() == old.train.stored.nbytes

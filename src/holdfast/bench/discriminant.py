@@ -22,7 +22,7 @@ class Discriminant:
 
     The control for probes: where this does as well, the moments know the answer and the network need not. Every class
     has as much `noise` beside its covariance as an entry of the first task's inputs varies on average: pixels that
-    never change within a class would decide everything. (About that much is best on held-out images of MNIST.)
+    never change within a class would decide everything.
     """
 
     rank: int = 100

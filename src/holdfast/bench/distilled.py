@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from ..posterior import Posterior, consolidate, prior
 from ..precision import Precision
 from ..probes import GaussianProbes, Probes, gaussian_probes, kept_inputs
 from .methods import BATCH, Curvature
-from .tasks import Task
+from .tasks import Split, Task
 from .training import Trainer
 
 # What is kept of a task's inputs.
@@ -57,7 +57,7 @@ class Distilled:
             consolidate(before, model, self.curvature(model, task, trainer)) if self.curvature else prior(model)
         )  # fmt: skip
         kept = self.keep(model, task) if self.keep else float(trainer.training.count(task.train))
-        self.parts.append((task, kept))
+        self.parts.append((_emptied(task), kept))
         if self.merge:  # now, not when they are used: what is carried on does not grow
             self.parts = [
                 (old, part.merged() if isinstance(part, GaussianProbes) else part) for old, part in self._groups()
@@ -86,6 +86,12 @@ class Distilled:
             model, self.known or prior(model), inputs, trainer.training.likelihood, batch=self.batch,
             classes=classes, seed=trainer.seed, forward=answers.logits,
         )  # fmt: skip
+
+
+def _emptied(task: Task) -> Task:
+    """The task without its data: which outputs answer it is all that may be carried on."""
+    nothing = Split(torch.zeros_like(task.train.stored[:1]), torch.zeros_like(task.train.y[:1]), task.train.view)
+    return replace(task, train=nothing, test=nothing)
 
 
 def probes(rank: int | None = None) -> Kept:

@@ -82,6 +82,8 @@ def hold(
             raise ArgumentError("LBFGS compares losses within a step, and needs a pull that is up to date: every=1.")
         terms = [Reused(term, every) if isinstance(term, Quadratic) else term for term in terms]
     held = [each.precision for each in posteriors if each.precision.shapes]
+    if rotate and not posteriors:
+        raise ArgumentError("rotate=True turns steps into the eigenvectors of a posterior, and none is held to here.")
     # A flat prior pulls nowhere: there is nothing to turn to.
     turn = Rotation(held, optimizers, model.parameters()) if rotate and held else None
     handle = Handle(optimizers, model, terms, count, strength, turn)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -43,7 +43,7 @@ class Probes(abc.ABC):
         """Inputs, (count, *shape), on the device of both the probes and the generator."""
 
     @abc.abstractmethod
-    def plus(self, other: Probes) -> Probes:
+    def plus(self, other: Self) -> Self:
         """Those of both, where they are of one kind."""
 
     @abc.abstractmethod

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -131,8 +131,7 @@ class GaussianProbes(Probes):
         weights = torch.tensor([each.num_data for each in self.components], dtype=torch.float64, device=means.device)
         return weights, means, torch.stack([each.rest.sqrt() for each in self.components])
 
-    def plus(self, other: Probes) -> GaussianProbes:
-        assert isinstance(other, GaussianProbes)
+    def plus(self, other: Self) -> Self:
         if not self.layer:  # features of one model may well differ between tasks
             _require_one_range((*self.components, *other.components))
         # The same evidence, come by two ways, counts once.
@@ -145,8 +144,8 @@ class GaussianProbes(Probes):
             return self
         total = self.num_data
         weights = [each.num_data / total for each in self.components]
-        mean = sum(w * each.mean for w, each in zip(weights, self.components, strict=True))
-        assert isinstance(mean, Tensor)
+        means = torch.stack([each.mean for each in self.components])
+        mean = torch.tensor(weights).to(means) @ means
         parts, squares = [], torch.zeros_like(mean, dtype=torch.float64)
         for w, each in zip(weights, self.components, strict=True):
             rows = torch.cat([each.factors, (each.mean - mean).unsqueeze(0)]).double() * w**0.5

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -60,8 +60,7 @@ class KeptInputs(Probes):
     def draw(self, count: int, generator: torch.Generator) -> Tensor:
         return self.inputs[drawn_rows(self.weights, count, generator)]
 
-    def plus(self, other: Probes) -> KeptInputs:
-        assert isinstance(other, KeptInputs)
+    def plus(self, other: Self) -> Self:
         weights = torch.cat([self.weights, other.weights])
         return replace(self, inputs=torch.cat([self.inputs, other.inputs]), weights=weights)
 
