@@ -1,17 +1,14 @@
 """Λδ over one flat vector against its slow twins: `matvec` layer by layer, and the penalty's own gradient."""
 
-from dataclasses import replace
-
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 import holdfast
 from holdfast import Diagonal, Kronecker
 from holdfast.precision.layers import Layer
 from holdfast.precision.packed import packed
-from holdfast.precision.terms import Term
+from holdfast.precision.terms import Term, padded_inputs
 
 DTYPE = torch.float64
 
@@ -81,10 +78,7 @@ def widened(precision):
     """The same with inputs padded as they are on a GPU."""
     for term in precision.terms if isinstance(precision, holdfast.Sum) else (precision,):
         if isinstance(term, Kronecker):
-            term.__dict__["aligned"] = {
-                layer: tuple(replace(t, inputs=F.pad(t.inputs, (0, 3, 0, 3)[: 2 * (t.inputs.ndim - 1)])) for t in terms)
-                for layer, terms in term.layers.items()
-            }
+            term.__dict__["aligned"] = padded_inputs(term.layers, 32)
     return precision
 
 
@@ -97,12 +91,23 @@ def test_it_is_the_product_layer_by_layer(structure, pad, small, monkeypatch):
     delta = {name: params[name] - mean[name] for name in precision.shapes}
     expected, value = precision.matvec(delta), 0.5 * precision.quadratic(delta)
     one = packed(widened(precision) if pad else precision, mean)
-    assert one.padded == pad
+    assert bool(one.pads) == pad
     pulls, found = one.pull(params)
     assert set(pulls) == set(expected)
     for name, pull in pulls.items():
         torch.testing.assert_close(pull, expected[name])
     torch.testing.assert_close(found, value)
+
+
+@pytest.mark.parametrize(("at_once", "stacks"), [(2**26, [1, 1, 1, 1, 1, 2]), (1, [1] * 7)])
+def test_layers_alike_go_through_one_product_where_their_inputs_were_padded(at_once, stacks, monkeypatch):
+    monkeypatch.setattr("holdfast.precision.packed._AT_ONCE", at_once)
+    precision, params, mean = kronecker(1, 2), random(3), random(4)
+    expected = precision.matvec({name: params[name] - mean[name] for name in precision.shapes})
+    one = packed(widened(precision), mean)
+    assert sorted(len(round_.inputs) for _, rounds in one.layers for round_ in rounds[:1]) == stacks
+    for name, pull in one.pull(params)[0].items():
+        torch.testing.assert_close(pull, expected[name])
 
 
 @pytest.mark.parametrize("small", [0, 2**14])

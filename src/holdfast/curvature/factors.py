@@ -31,18 +31,19 @@ class Sums:
     outputs: Tensor  # Σ g gᵀ: (groups, outputs, outputs), or its diagonal
     inputs: Tensor  # Σ a aᵀ, without the bias's 1
     ones: Tensor | None  # Σ a, where there is a bias: (groups, inputs)
-    places: int = 0  # how many a there were
+    places: int | Tensor = 0  # how many a there were; a tensor where a GPU counted them, not waited for
 
     def factors(self) -> tuple[Tensor, Tensor]:
         """G, summed, and A, the mean."""
         outputs, inputs = (mirrored(each) if each.ndim == 3 else each for each in (self.outputs, self.inputs))
+        places = max(1, int(self.places))
         if self.ones is None:
-            return outputs, inputs / max(1, self.places)
+            return outputs, inputs / places
         size, matrix = inputs.shape[-1], inputs.ndim == 3
         mean = inputs.new_ones(len(inputs), *[size + 1] * (1 + matrix))
-        torch.div(inputs, max(1, self.places), out=mean[:, :size, :size] if matrix else mean[:, :size])
+        torch.div(inputs, places, out=mean[:, :size, :size] if matrix else mean[:, :size])
         if matrix:
-            mean[:, size, :size] = mean[:, :size, size] = self.ones / max(1, self.places)
+            mean[:, size, :size] = mean[:, :size, size] = self.ones / places
         return outputs, mean
 
 
@@ -184,7 +185,7 @@ class Factors:
         left, right = (sums.inputs, sums.outputs) if parts.inputs_left else (sums.outputs, sums.inputs)
         mask = _counted(parts) if new and self._tokens and parts.positions > 1 and parts is form else None
         if new:
-            sums.places += parts.examples * parts.positions if mask is None else int(mask.sum())
+            sums.places = sums.places + (parts.examples * parts.positions if mask is None else mask.sum())
         if new or not parts.inputs_left:
             ones = sums.ones if parts.inputs_left else None
             rows = parts.left(0, parts.examples)
@@ -239,7 +240,8 @@ def _add_(total: Tensor, sides: Tensor, ones: Tensor | None = None) -> None:
 def _counted(parts: Products) -> Tensor:
     """Which positions have a gradient: padding and ends have none, and are no inputs. (examples, 1, positions, 1)."""
     grads = (parts.right if parts.inputs_left else parts.left)(0, parts.examples)
-    return (grads != 0).any(-1, keepdim=True).any(1, keepdim=True)
+    longest: Tensor = torch.linalg.vector_norm(grads, torch.inf, dim=(1, 3), keepdim=True)  # reads once, writes little
+    return longest != 0
 
 
 def _unfit(sites: tuple[Site, ...], every: list[Site], parameter: Tensor) -> str:

@@ -9,7 +9,6 @@ from functools import cached_property
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import ArgumentError
@@ -20,7 +19,7 @@ from .iterative import conjugate_gradients
 from .layers import Layer
 from .rotated import Basis, Rotated, stacked
 from .source import Source, joined, parted, thinned
-from .terms import Term, averaged, diagonal_in, nearest_product
+from .terms import Term, averaged, diagonal_in, nearest_product, padded_inputs
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -71,15 +70,8 @@ class Kronecker(Precision):
     @cached_property
     def aligned(self) -> dict[Layer, tuple[Term, ...]]:
         """The terms; on a GPU with inputs padded to eights, which its matrix units want: a bias makes an odd number."""
-
-        def wider(factor: Tensor) -> Tensor:
-            missing = -factor.shape[-1] % 8 if factor.is_cuda else 0
-            return F.pad(factor, (0, missing, 0, missing)[: 2 * (factor.ndim - 1)]) if missing else factor
-
-        return {
-            layer: tuple(replace(term, inputs=wider(term.inputs)) for term in terms)
-            for layer, terms in self.layers.items()
-        }
+        on_gpu = any(tensor.is_cuda for tensor in self.tensors.values())
+        return padded_inputs(self.layers, 8) if on_gpu else self.layers
 
     def solve(self, vector: Mapping[str, Tensor]) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}

@@ -83,6 +83,10 @@ class Layer:
             start += shape.numel()
         return self.matrix(found)
 
+    def unnamed(self) -> Layer:
+        """What it is but for its names: the same for layers that are alike."""
+        return replace(self, weight="weight", bias=None if self.bias is None else "bias")
+
     def renamed(self, names: Mapping[str, str]) -> Layer:
         """The same with parameters under new names."""
         bias = None if self.bias is None else names.get(self.bias, self.bias)

@@ -7,7 +7,7 @@ one after another, would cost more than the products.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -23,6 +23,8 @@ from .terms import Term
 # Up to so many entries, parameters of one shape are copied into one tensor and treated as one: each by itself would
 # take longer to start than to do.
 _SMALL = 2**14
+# So many entries of layers go through one product: what it writes is memory more.
+_AT_ONCE = 2**26
 
 
 class Stack(NamedTuple):
@@ -32,9 +34,9 @@ class Stack(NamedTuple):
     strides: tuple[int, ...]
     start: int
 
-    def at(self, index: int) -> Stack:
-        """One of them, as a stack of one."""
-        return Stack((1, *self.shape[1:]), self.strides, self.start + index * self.strides[0])
+    def at(self, index: int, count: int = 1) -> Stack:
+        """Some of them, from one on."""
+        return Stack((count, *self.shape[1:]), self.strides, self.start + index * self.strides[0])
 
 
 class Group(NamedTuple):
@@ -45,15 +47,22 @@ class Group(NamedTuple):
     means: Tensor | list[Tensor]
 
 
+class Round(NamedTuple):
+    """One term of each of a few layers: all of their inputs in one tensor, their outputs one by one."""
+
+    inputs: Tensor  # A: (layers, groups, inputs, inputs), or the diagonals
+    outputs: list[Tensor]  # G: (groups, outputs, outputs), or its diagonal
+
+
 @dataclass(frozen=True, eq=False)
 class Packed:
     """Kronecker products of some layers plus a diagonal, around a mean, over one flat vector."""
 
     size: int
-    padded: bool  # whether matrices have columns that belong to no parameter
+    pads: list[Stack]  # the columns of matrices that belong to no parameter
     like: Tensor  # of the device and dtype that all is in
     groups: list[Group]
-    layers: dict[Stack, list[tuple[Term, ...]]]  # of the matrices
+    layers: list[tuple[Stack, list[Round]]]  # of the matrices
     more: list[tuple[Stack, Tensor]]  # the diagonal's entries in the layers
     rest: list[tuple[Stack, Tensor]]  # and elsewhere
 
@@ -69,9 +78,9 @@ class Packed:
     @torch.no_grad()
     def pull(self, params: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Tensor]:
         """Λδ and ½ δᵀΛδ for δ = params − mean. The parts of Λδ share memory."""
-        # Columns that belong to no parameter meet zeros in A, and 0 · nan is nan.
-        delta = self.like.new_zeros(self.size) if self.padded else self.like.new_empty(self.size)
-        product = torch.empty_like(delta)
+        delta, product = self.like.new_empty(self.size), self.like.new_empty(self.size)
+        for stack in self.pads:
+            delta.as_strided(*stack).zero_()  # they meet zeros in A, and 0 · nan is nan
         for names, stack, means in self.groups:
             place = delta.as_strided(*stack)
             if isinstance(means, Tensor):
@@ -80,10 +89,10 @@ class Packed:
                 for name, mean, out in zip(names, means, place.unbind(), strict=True):
                     torch.sub(params[name], mean, out=out)
         with in_full_precision(delta):
-            for stack, layers in self.layers.items():
-                matrices, products = (flat.as_strided(*stack).unbind() for flat in (delta, product))
-                for matrix, terms, out in zip(matrices, layers, products, strict=True):
-                    _sandwich(matrix, terms, out)
+            for stack, rounds in self.layers:
+                matrices, products = delta.as_strided(*stack), product.as_strided(*stack)
+                for index, (inputs, outputs) in enumerate(rounds):
+                    _sandwich(matrices, inputs, outputs, products, add=index > 0)
         for stack, entries in self.more:
             product.as_strided(*stack).addcmul_(delta.as_strided(*stack), entries)
         for stack, entries in self.rest:
@@ -109,7 +118,8 @@ def packed(precision: Precision, mean: Mapping[str, Tensor]) -> Packed | None:
     if not in_one_pass(tensors) or tensors[0].dtype not in (torch.float32, torch.float64):
         return None
     groups: list[Group] = []
-    layers, size, padded = {}, 0, False
+    layers: list[tuple[Stack, list[Round]]] = []
+    pads, size = [], 0
     for (kind, width), members in _alike(products[0]).items():
         matrix = torch.Size([kind.groups, kind.outputs, width])
         views = _views(kind, matrix)
@@ -120,9 +130,10 @@ def packed(precision: Precision, mean: Mapping[str, Tensor]) -> Packed | None:
             names = tuple(getattr(layer, role) for layer in members)
             groups.append(_group(names, Stack((len(names), *shape), (step, *strides), size + start), mean))
         place = Stack((len(members), *matrix), (step, width * kind.outputs, width, 1), size)
-        layers[place] = list(members.values())
+        layers += _rounds(place, list(members.values()))
+        if width > kind.inputs:
+            pads.append(Stack((*place.shape[:-1], width - kind.inputs), place.strides, size + kind.inputs))
         size += len(members) * step
-        padded |= width > kind.inputs
     more = [each for group in groups for each in _entries(group, entries)]
     free: dict[torch.Size, list[str]] = {}
     for name in (name for name in entries if name not in products[0].shapes):
@@ -133,7 +144,7 @@ def packed(precision: Precision, mean: Mapping[str, Tensor]) -> Packed | None:
         groups.append(_group(tuple(others), Stack(one.shape, one.stride(), size), mean))
         rest += _entries(groups[-1], entries)
         size += one.numel()
-    return Packed(size, padded, tensors[0], groups, layers, more, rest)
+    return Packed(size, pads, tensors[0], groups, layers, more, rest)
 
 
 def _group(names: tuple[str, ...], stack: Stack, mean: Mapping[str, Tensor]) -> Group:
@@ -154,9 +165,42 @@ def _alike(kronecker: Kronecker) -> dict[tuple[Layer, int], dict[Layer, tuple[Te
     """The layers, those together whose matrices are alike but for the names, with the width of the matrices."""
     found: dict[tuple[Layer, int], dict[Layer, tuple[Term, ...]]] = {}
     for layer, terms in kronecker.aligned.items():
-        kind = replace(layer, weight="weight", bias=None if layer.bias is None else "bias")
-        found.setdefault((kind, terms[0].inputs.shape[-1]), {})[layer] = terms
+        found.setdefault((layer.unnamed(), terms[0].inputs.shape[-1]), {})[layer] = terms
     return found
+
+
+def _rounds(place: Stack, members: list[tuple[Term, ...]]) -> list[tuple[Stack, list[Round]]]:
+    """The terms of layers alike: of as many at once as have their inputs in one tensor, else of one by one."""
+    most = max(1, _AT_ONCE // place.strides[0])
+    alike = len({len(terms) for terms in members}) == 1
+    found = []
+    for start in range(0, len(members), most):
+        part = members[start : start + most]
+        wholes = [_whole([term.inputs for term in terms]) for terms in zip(*part, strict=True)] if alike else [None]
+        if any(whole is None for whole in wholes):
+            for index, terms in enumerate(part, start):
+                found.append((place.at(index), [Round(term.inputs.unsqueeze(0), [term.outputs]) for term in terms]))
+        else:
+            outputs = [[term.outputs for term in terms] for terms in zip(*part, strict=True)]
+            rounds = [Round(whole, each) for whole, each in zip(wholes, outputs, strict=True) if whole is not None]
+            found.append((place.at(start, len(part)), rounds))
+    return found
+
+
+def _whole(slices: list[Tensor]) -> Tensor | None:
+    """The tensor that slices are all of, one behind the other; None if there is none."""
+    first, *others = slices
+    step = first.numel()
+    start = first.storage_offset()
+    together = all(
+        each.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        and each.shape == first.shape
+        and each.is_contiguous()
+        and each.storage_offset() == start + index * step
+        for index, each in enumerate(others, 1)
+    )
+    whole = (len(slices), *first.shape), (step, *first.stride()), start
+    return first.as_strided(*whole) if together and first.is_contiguous() else None
 
 
 def _views(kind: Layer, matrix: torch.Size) -> dict[str, Stack] | None:
@@ -168,16 +212,19 @@ def _views(kind: Layer, matrix: torch.Size) -> dict[str, Stack] | None:
     return {role: Stack(view.shape, view.stride(), int(view.storage_offset())) for role, view in views.items()}
 
 
-def _sandwich(matrix: Tensor, terms: tuple[Term, ...], out: Tensor) -> None:
-    """Σₜ Gₜ M Aₜ."""
-    for index, term in enumerate(terms):
-        inner = torch.bmm(matrix, term.inputs) if term.inputs.ndim == 3 else matrix * term.inputs.unsqueeze(-2)
-        if term.outputs.ndim == 3:
-            out.baddbmm_(term.outputs, inner, beta=int(index > 0))
-        elif index == 0:
-            torch.mul(term.outputs.unsqueeze(-1), inner, out=out)
+def _sandwich(matrices: Tensor, inputs: Tensor, outputs: list[Tensor], products: Tensor, *, add: bool) -> None:
+    """G M A for each matrix."""
+    if inputs.ndim == 4:  # small layers, one by one, would leave most of a GPU idle
+        right = torch.bmm(matrices.flatten(0, 1), inputs.flatten(0, 1)).view(matrices.shape)
+    else:
+        right = matrices * inputs.unsqueeze(-2)
+    for one, factor, out in zip(right.unbind(), outputs, products.unbind(), strict=True):
+        if factor.ndim == 3:
+            out.baddbmm_(factor, one, beta=int(add))
+        elif add:
+            out.addcmul_(factor.unsqueeze(-1), one)
         else:
-            out.addcmul_(term.outputs.unsqueeze(-1), inner)
+            torch.mul(factor.unsqueeze(-1), one, out=out)
 
 
 def _dot(a: Tensor, b: Tensor) -> Tensor:

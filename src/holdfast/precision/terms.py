@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .factors import diagonal, inner, summed
+from .layers import Layer
 
 
 @dataclass(frozen=True)
@@ -24,6 +27,25 @@ def averaged(terms: tuple[Term, ...]) -> Term:
     weights = [term.num_data / count if count else 1 / len(terms) for term in terms]
     inputs = summed([weight * term.inputs for weight, term in zip(weights, terms, strict=True)])
     return Term(summed([term.outputs for term in terms]), inputs, count)
+
+
+def padded_inputs(layers: Mapping[Layer, tuple[Term, ...]], multiple: int) -> dict[Layer, tuple[Term, ...]]:
+    """Every A padded with zeros to a multiple of so many; those of layers alike are slices of one tensor."""
+    found = {layer: list(terms) for layer, terms in layers.items()}
+    alike: dict[Any, list[tuple[Layer, int]]] = {}
+    for layer, terms in layers.items():
+        for index, term in enumerate(terms):
+            if missing := -term.inputs.shape[-1] % multiple:
+                key = (layer.unnamed(), index, missing, term.inputs.shape, term.inputs.dtype, term.inputs.device)
+                alike.setdefault(key, []).append((layer, index))
+    for (_, _, missing, shape, *_), places in alike.items():
+        padded = [size + missing for size in shape[1:]]
+        whole = layers[places[0][0]][places[0][1]].inputs.new_zeros(len(places), shape[0], *padded)
+        for one, (layer, index) in zip(whole, places, strict=True):
+            term = layers[layer][index]
+            one[tuple(slice(size) for size in shape)].copy_(term.inputs)
+            found[layer][index] = replace(term, inputs=one)
+    return {layer: tuple(terms) for layer, terms in found.items()}
 
 
 def nearest_product(terms: tuple[Term, ...]) -> Term:
