@@ -202,6 +202,7 @@ def test_recorded_steps_are_the_steps(method):
     torch.testing.assert_close(ends[0], ends[1], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_a_memory_from_the_cpu_holds_by_its_answers_on_the_gpu():
     """The value is that of the CPU on the same inputs; nothing is copied to the GPU at a step."""
     torch.manual_seed(0)
