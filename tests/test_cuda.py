@@ -11,6 +11,9 @@ from holdfast.bench.catalog import METHODS
 from holdfast.bench.protocols import PROTOCOLS
 from holdfast.bench.training import Trainer
 from holdfast.identity import fingerprint
+from holdfast.kernels import block_sums, sums_in_one_pass
+from holdfast.kernels.blocks import plain_block_sums
+from holdfast.likelihood.base import draw_class
 from oracles import flat, relative_errors, squares_loop
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -224,3 +227,22 @@ def test_a_memory_from_the_cpu_holds_by_its_answers_on_the_gpu():
         start.add_gradient_(model, 1.0, ours)
     finally:
         torch.cuda.set_sync_debug_mode(before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("classes", [2048, 50257])
+def test_drawing_from_a_large_vocabulary_reads_it_once_and_draws_the_same(classes, dtype):
+    torch.manual_seed(0)
+    logits = (3 * torch.randn(64, classes + 3, device="cuda")).to(dtype)[:, :classes]  # rows that are apart
+    logits[0, :1500] = -torch.inf
+    assert sums_in_one_pass(logits)
+    (sums, likely), (plain, p) = block_sums(logits, 1024), plain_block_sums(logits, 1024)
+    total = sums.sum(-1, keepdim=True)
+    torch.testing.assert_close(sums / total, plain, rtol=1e-5, atol=1e-7)
+    places = torch.randint(0, classes, (64, 100), device="cuda")
+    torch.testing.assert_close(likely(places) / total, p(places), rtol=1e-5, atol=1e-9)
+    heights = torch.rand(64, dtype=torch.float64, device="cuda")
+    drawn = draw_class(logits, heights)
+    apart = (drawn != draw_class(logits.double(), heights)).sum()  # in float64 by the plain way
+    assert apart <= 1
+    assert not logits.gather(1, drawn.unsqueeze(-1)).isinf().any()

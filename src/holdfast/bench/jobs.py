@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import gc
 import hashlib
 import platform
 import threading
@@ -120,19 +121,27 @@ def execute(
     with _TURN, torch.cuda.device(device) if device.startswith("cuda") else nullcontext():
         if threads is not None:
             torch.set_num_threads(threads)
-        method = METHODS[job.method].make(job.strength)
-        tasks = job.protocol.sequence(job.seed, validating=job.validating, device=device)
-        stages = [joined(tasks)] if job.method == JOINT else None
-        own = METHODS[job.method].model
+        try:
+            return Result(job.config, _made(job, device, progress), machine(device, job.chosen))
+        finally:
+            if device.startswith("cuda"):  # what this process keeps in reserve, the others on the GPU go without
+                gc.collect()
+                torch.cuda.empty_cache()
 
-        def model() -> nn.Module:
-            return job.protocol.model(tasks) if own is None else own(job.protocol.outputs(tasks))
 
-        made = run(
-            method, tasks, model, _training(job), name=job.method, seed=job.seed,
-            device=device, stages=stages, progress=progress,
-        )  # fmt: skip
-        return Result(job.config, made, machine(device, job.chosen))
+def _made(job: Job, device: str, progress: Callable[[str], None]) -> Run:
+    method = METHODS[job.method].make(job.strength)
+    tasks = job.protocol.sequence(job.seed, validating=job.validating, device=device)
+    stages = [joined(tasks)] if job.method == JOINT else None
+    own = METHODS[job.method].model
+
+    def model() -> nn.Module:
+        return job.protocol.model(tasks) if own is None else own(job.protocol.outputs(tasks))
+
+    return run(
+        method, tasks, model, _training(job), name=job.method, seed=job.seed,
+        device=device, stages=stages, progress=progress,
+    )  # fmt: skip
 
 
 def save(

@@ -185,7 +185,9 @@ class Factors:
         left, right = (sums.inputs, sums.outputs) if parts.inputs_left else (sums.outputs, sums.inputs)
         mask = _counted(parts) if new and self._tokens and parts.positions > 1 and parts is form else None
         if new:
-            sums.places = sums.places + (parts.examples * parts.positions if mask is None else mask.sum())
+            sums.places = sums.places + (
+                parts.examples * parts.positions if mask is None else mask.sum(dtype=torch.long)
+            )
         if new or not parts.inputs_left:
             ones = sums.ones if parts.inputs_left else None
             rows = parts.left(0, parts.examples)
@@ -238,10 +240,10 @@ def _add_(total: Tensor, sides: Tensor, ones: Tensor | None = None) -> None:
 
 
 def _counted(parts: Products) -> Tensor:
-    """Which positions have a gradient: padding and ends have none, and are no inputs. (examples, 1, positions, 1)."""
+    """1 for positions with a gradient: padding and ends have none, and are no inputs. (examples, 1, positions, 1)."""
     grads = (parts.right if parts.inputs_left else parts.left)(0, parts.examples)
     longest: Tensor = torch.linalg.vector_norm(grads, torch.inf, dim=(1, 3), keepdim=True)  # reads once, writes little
-    return longest != 0
+    return longest.ne(0).to(grads.dtype)  # of the dtype of what it multiplies: the quick kernels take no two
 
 
 def _unfit(sites: tuple[Site, ...], every: list[Site], parameter: Tensor) -> str:

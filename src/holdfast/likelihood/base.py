@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..devices import sent
 from ..errors import ArgumentError, DataError, MismatchError
+from ..kernels import block_sums, sums_in_one_pass
 
 # The exact Fisher takes a backward pass per class or output: the default up to this many, sampled labels beyond.
 EXPECTED_UP_TO = 16
@@ -128,26 +129,26 @@ def uniform(shape: torch.Size, like: Tensor, generator: torch.Generator) -> Tens
 
 def draw_class(logits: Tensor, heights: Tensor) -> Tensor:
     """For each row of logits the class at which the distribution function reaches a height between 0 and 1."""
-    step = max(1, _AT_ONCE // logits.shape[-1])  # a large vocabulary a few rows at a time
+    # A large vocabulary a few rows at a time, where their probabilities have to be written.
+    step = max(1, len(logits) if sums_in_one_pass(logits) else _AT_ONCE // logits.shape[-1])
     parts = zip(torch.split(logits, step), torch.split(heights, step), strict=True)
     return torch.cat([_at_height(*part) for part in parts])
 
 
 def _at_height(logits: Tensor, heights: Tensor) -> Tensor:
     """First among blocks of classes, then inside one: a sum over all classes is quicker than a running sum."""
-    p = logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
-    classes = p.shape[-1]
+    classes = logits.shape[-1]
+    dtype = torch.promote_types(logits.dtype, torch.float32)
     # Rounding must not carry it past the last class that is possible at all, here or in its block.
-    below = 1 - torch.finfo(p.dtype).eps
-    heights = heights.to(p.dtype).clamp(max=below).unsqueeze(-1)
+    below = 1 - torch.finfo(dtype).eps
+    heights = heights.to(dtype).clamp(max=below).unsqueeze(-1)
     if classes <= _BLOCK:
-        return _reached(p.cumsum(-1), heights).squeeze(-1)
-    whole = classes // _BLOCK * _BLOCK
-    sums = p[:, :whole].view(len(p), -1, _BLOCK).sum(-1)
-    above = torch.cat([sums, p[:, whole:].sum(-1, keepdim=True)], 1).cumsum(-1)
+        return _reached(logits.softmax(-1, dtype=dtype).cumsum(-1), heights).squeeze(-1)
+    sums, likely = block_sums(logits, _BLOCK)
+    above = sums.cumsum(-1)
     block = _reached(above, heights)
-    places = block * _BLOCK + torch.arange(_BLOCK, device=p.device)
-    inside = torch.where(places < classes, p.gather(1, places.clamp(max=classes - 1)), 0).cumsum(-1)
+    places = block * _BLOCK + torch.arange(_BLOCK, device=logits.device)
+    inside = torch.where(places < classes, likely(places.clamp(max=classes - 1)), 0).cumsum(-1)
     rest = heights * above[:, -1:] - torch.nn.functional.pad(above, (1, 0)).gather(1, block)
     within = (rest / inside[:, -1:]).clamp(min=0, max=below)
     return (block * _BLOCK + _reached(inside, within)).squeeze(-1)

@@ -78,12 +78,13 @@ class Tokens(Likelihood):
         counted = aligned != self.ignore_index
         # One number per counted label, and none for the others: what is drawn does not depend on the padding.
         heights = torch.zeros(output.shape[:2], dtype=torch.float64, device=target.device)
-        heights[:, : counted.shape[1]][counted] = uniform(torch.Size((int(counted.sum()),)), target, generator)
+        drawn = uniform(torch.Size((int(counted.sum()),)), target, generator)
+        heights[:, : counted.shape[1]].masked_scatter_(counted, drawn)
         classes = draw_class(output.flatten(0, 1), sent(heights.flatten(), output.device)).view(output.shape[:2])
         # The first label of a shifted sequence is never scored; it and the ignored ones stay what they were.
         kept = F.pad(counted, (int(self.shift), 0))
-        drawn = classes.roll(int(self.shift), 1)
-        return torch.where(sent(kept, output.device), drawn, sent(target.long(), output.device))
+        moved = classes.roll(int(self.shift), 1)
+        return torch.where(sent(kept, output.device), moved, sent(target.long(), output.device))
 
     def _aligned(self, output: Any, target: Any) -> tuple[Tensor, Tensor]:
         """Outputs and labels, position by position."""
