@@ -347,7 +347,8 @@ def steps_table(results: list[dict[str, Any]]) -> str:
         "| steps | learning rate | pull computed every | objective at the end | accuracy | s a task |",
         "|---|---|---|---|---|---|",
     ]  # fmt: skip
-    for way in dict.fromkeys((one["rotate"], one["lr"], one["every"]) for one in results if "accuracy" in one):
+    ways = {(one["rotate"], one["lr"], one["every"]) for one in results if "accuracy" in one}
+    for way in sorted(ways, key=lambda way: (way[2], way[1], way[0])):
         mine = [one for one in results if "accuracy" in one and (one["rotate"], one["lr"], one["every"]) == way]
         ends = [sum(one["objectives"][1:]) / len(one["objectives"][1:]) for one in mine]
         seconds = sum(one["training_seconds"] / one["tasks"] for one in mine) / len(mine)

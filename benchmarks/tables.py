@@ -91,7 +91,7 @@ def structures() -> list[str]:
 
     found, steps, positions = (
         json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
-        for name in ("structures-h200", "steps-cpu", "positions-cpu")
+        for name in ("structures-h200", "steps-h200", "positions-cpu")
     )
     lines = [f"{found['protocol']}; {found['device']}, torch {found['torch']}, {found['date']}:", ""]
     lines += [table(found["runs"]), "", "On validation data, five tasks, by strength:", "", sweep_table(found["runs"])]
@@ -155,7 +155,8 @@ SECONDS = ("learning_seconds", "remembering_seconds")
 
 def _two(values: list[float]) -> str:
     mean, deviation = spread([100 * value for value in values])
-    return "–" if mean != mean else f"{mean:.2f} ± {deviation:.2f}" if len(values) > 1 else f"{mean:.2f} (1 seed)"
+    few = "" if len(values) > 2 else f" ({len(values)} seed{'s' if len(values) > 1 else ''})"
+    return "–" if mean != mean else f"{mean:.2f}{f' ± {deviation:.2f}' if len(values) > 1 else ''}{few}"
 
 
 def distillation() -> list[str]:

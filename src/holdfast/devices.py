@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -15,6 +15,22 @@ def sent(tensor: Tensor, device: torch.device) -> Tensor:
     if tensor.device.type == "cpu" and device.type == "cuda":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
+
+
+def fetched(labels: Any) -> Callable[[], Any]:
+    """Integers from a GPU, asked for now: to read them waits for what it was to do by now, and for nothing after."""
+    if not isinstance(labels, Tensor) or not labels.is_cuda or labels.is_floating_point() or labels.is_complex():
+        return lambda: labels
+    copy = torch.empty(labels.shape, dtype=labels.dtype, pin_memory=True)
+    copy.copy_(labels, non_blocking=True)
+    there = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    there.record(torch.cuda.current_stream(labels.device))
+
+    def read() -> Tensor:
+        there.synchronize()
+        return copy
+
+    return read
 
 
 def full(tensor: Any) -> Any:

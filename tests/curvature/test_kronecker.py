@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import holdfast
 from cases import Case, Shared, Tied, batchnorm_cnn, images, regression, relu_mlp, token_rows, vectors
 from holdfast.curvature.batches import read
-from holdfast.curvature.scores import Scoring
+from holdfast.curvature.scores import Scoring, in_pieces
 from oracles import Sides, flat, kronecker_loop
 
 CLASSES = 3
@@ -561,3 +561,13 @@ def test_a_layer_that_a_later_batch_uses_in_another_way_is_refused(way):
         batches.append((x, torch.randint(0, 3, (5,))))
     with pytest.raises(holdfast.DataError, match=r"`layer.weight` is a layer with `layer.bias`.*diagonal_fisher"):
         holdfast.kronecker_fisher(model, batches, holdfast.categorical)
+
+
+def test_tensors_in_pieces_are_checked_together_and_each_for_itself():
+    matrix = torch.arange(12.0).view(1, 3, 4)
+    tensors = [torch.ones(2, 2), matrix.diagonal(dim1=1, dim2=2), matrix.mT, torch.ones(3)]
+    found = in_pieces(tensors)
+    assert all(each.is_contiguous() for each in found)
+    assert [sorted(each.flatten().tolist()) for each in found] == [sorted(each.flatten().tolist()) for each in tensors]
+    assert found[0] is tensors[0]
+    assert found[1].untyped_storage().data_ptr() == found[2].untyped_storage().data_ptr()

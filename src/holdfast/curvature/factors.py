@@ -243,7 +243,7 @@ def _counted(parts: Products) -> Tensor:
     """1 for positions with a gradient: padding and ends have none, and are no inputs. (examples, 1, positions, 1)."""
     grads = (parts.right if parts.inputs_left else parts.left)(0, parts.examples)
     longest: Tensor = torch.linalg.vector_norm(grads, torch.inf, dim=(1, 3), keepdim=True)  # reads once, writes little
-    return longest.ne(0).to(grads.dtype)  # of the dtype of what it multiplies: the quick kernels take no two
+    return longest.sign_()  # of the dtype of what it multiplies: the quick kernels take no two
 
 
 def _unfit(sites: tuple[Site, ...], every: list[Site], parameter: Tensor) -> str:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ..devices import full, part
+from ..devices import fetched, full, part
 from ..errors import ArgumentError, DataError, InertError
 from ..identity import digest, fingerprints, row_sums
 from ..likelihood import Likelihood
@@ -79,7 +79,9 @@ class Scoring:
         """The batch with the labels to score, and its pseudo-losses, (columns, batch). Call it once per batch."""
         self.doubts.turn()
         shapes, index = batch.shapes, batch.index
+        given = fetched(batch.given)
         output = self.output(batch)
+        batch = replace(batch, given=given())
         if isinstance(output, Tensor):
             require_finite_output(output, batch, self.doubts)
         try:
@@ -230,8 +232,8 @@ def require_finite_scores(total: Mapping[str, Tensor], index: int, doubts: Doubt
         alike.setdefault((entries.device, entries.dtype), []).append(name)
     for names in alike.values():
         every = [part(total[name]) for name in names]
-        # Not finite if an entry is not, and read once; in one call for all where there is a GPU.
-        sums = torch._foreach_norm(every, 1) if every[0].is_cuda else [entries.sum() for entries in every]
+        # Not finite if an entry is not, and read once; in a few calls for all where there is a GPU.
+        sums = torch._foreach_norm(in_pieces(every), 1) if every[0].is_cuda else [entries.sum() for entries in every]
 
         def broken(fine: list[bool], names: list[str] = names) -> DataError:
             bad = [name for name, each in zip(names, fine, strict=True) if not each]
@@ -241,6 +243,18 @@ def require_finite_scores(total: Mapping[str, Tensor], index: int, doubts: Doubt
             )
 
         doubts.unless(torch.stack(list(sums)).isfinite(), broken)
+
+
+def in_pieces(tensors: list[Tensor]) -> list[Tensor]:
+    """The same with those that are not in one piece copied into one: one by one, each would be a call of its own."""
+    loose = [index for index, each in enumerate(tensors) if not each.is_contiguous()]
+    if not loose:
+        return tensors
+    flat = [tensors[index].flatten() if tensors[index].ndim > 1 else tensors[index] for index in loose]
+    found = list(tensors)
+    for index, piece in zip(loose, torch.split(torch.cat(flat), [len(each) for each in flat]), strict=True):
+        found[index] = piece
+    return found
 
 
 def _not_rows(size: int, got: str) -> str:
