@@ -547,3 +547,132 @@ def test_rotated_steps_need_a_posterior_to_turn_to():
     )
     with pytest.raises(holdfast.ArgumentError, match="eigenvectors of a posterior"):
         holdfast.hold(torch.optim.SGD(model.parameters(), lr=0.1), model, term, num_data=4, rotate=True)
+
+
+class TestTheOldFunction:
+    """What a teacher that is recalled must not be silently wrong about."""
+
+    def frozen(self):
+        model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3))
+        model[0].requires_grad_(False)
+        return model
+
+    def term(self, model, memory):
+        return holdfast.distill(model, memory, holdfast.kept_inputs(torch.randn(20, 5)), holdfast.categorical)
+
+    def test_frozen_parameters_are_those_that_the_memory_was_made_with(self, tmp_path):
+        torch.manual_seed(0)
+        model = self.frozen()
+        holdfast.save(holdfast.Memory.of(holdfast.prior(model), model), tmp_path / "memory")
+        memory = holdfast.load(tmp_path / "memory")
+        self.term(model, memory)
+        with pytest.raises(holdfast.MismatchError, match="other values than when the memory was made"):
+            self.term(self.frozen(), memory)
+
+    def test_frozen_parameters_are_watched_and_the_same_values_are_no_change(self):
+        torch.manual_seed(0)
+        model = self.frozen()
+        term = self.term(model, holdfast.Memory.of(holdfast.prior(model), model))
+        model.load_state_dict(copy.deepcopy(model.state_dict()))
+        assert float(term.value(model)) == 0
+        model[0] = nn.Linear(5, 8)
+        with pytest.raises(holdfast.MismatchError, match="has changed"):
+            term.value(model)
+
+    def test_statistics_that_were_not_kept_and_have_moved_are_refused(self):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+        posterior = holdfast.prior(model)
+        self.term(model, posterior)  # as it was: its buffers are those of then
+        with torch.no_grad():
+            model[0].weight += 1
+        with pytest.raises(holdfast.MismatchError, match="Keep buffers"):
+            self.term(model, posterior)
+
+    def test_a_lookup_that_writes_does_not_write_to_the_posterior(self):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(10, 4, max_norm=1.0), nn.Flatten(), nn.Linear(12, 3))
+        with torch.no_grad():
+            model[0].weight.fill_(5.0)
+        posterior = holdfast.prior(model)
+        before = posterior.mean["0.weight"].clone()
+        holdfast.recalled(model, posterior)(torch.randint(0, 10, (4, 3)))
+        assert torch.equal(posterior.mean["0.weight"], before)
+
+    def test_in_a_loop_of_ones_own_it_costs_no_copy(self):
+        model = small()
+        memory, x = holdfast.Memory.of(holdfast.prior(model), model), torch.randn(9, 5, dtype=torch.float64)
+        expected = model(x).detach()
+        old = holdfast.recalled(model, memory)
+        with torch.no_grad():
+            model[0].weight += 0.3
+        assert torch.equal(old(x), expected)
+        assert not old(x).requires_grad
+
+    def test_a_way_around_a_layer_is_found_behind_a_norm(self):
+        class Around(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.norm, self.body, self.head = nn.LayerNorm(6), nn.Linear(6, 6), nn.Linear(6, 3)
+
+            def forward(self, x):
+                x = self.norm(x)
+                return self.head(x + self.body(x))
+
+        model = Around()
+        probes = holdfast.gaussian_probes([torch.randn(50, 6)], model=model, layer="body")
+        with pytest.raises(holdfast.ArgumentError, match="shortcut"):
+            holdfast.distill(model, holdfast.prior(model), probes, holdfast.categorical)
+
+    def test_probes_at_a_layer_hold_what_is_above_it(self):
+        model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3))
+        probes = holdfast.gaussian_probes([torch.randn(50, 5)], model=model, layer="1")
+        term = holdfast.distill(model, holdfast.prior(model), probes, holdfast.categorical)
+        assert set(term.held(model)) == {"2.weight", "2.bias"}
+
+    @pytest.mark.parametrize("inputs", [torch.randn(20, 4), torch.randint(0, 3, (20,))])
+    def test_inputs_that_do_not_fit_are_named(self, inputs):
+        model = nn.Linear(5, 3)
+        with pytest.raises(holdfast.MismatchError, match="do not go through the model"):
+            holdfast.distill(model, holdfast.prior(model), holdfast.kept_inputs(inputs), holdfast.categorical)
+
+    def test_text_outside_the_vocabulary_or_too_long_is_named(self):
+        model = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 7))
+        with pytest.raises(holdfast.ArgumentError, match="outside its vocabulary"):
+            holdfast.own_text(model, count=2, length=4, num_data=10, start=9)
+        with pytest.raises(holdfast.ArgumentError, match="2 tokens or more"):
+            holdfast.own_text(model, count=3.0, length=4, num_data=10)
+
+
+class TestDivergencesAtTheEdge:
+    def test_an_impossible_class_adds_nothing(self):
+        a = torch.tensor([[1.0, 2.0, -torch.inf]])
+        assert float(holdfast.distillation_loss(a, a, holdfast.categorical)) == 0
+        new = torch.tensor([[1.0, 2.0, 0.5]], requires_grad=True)
+        loss = holdfast.distillation_loss(a, new, holdfast.categorical)
+        p, q = a[0, :2].softmax(0), new[0].softmax(0)
+        torch.testing.assert_close(loss, (p * (p.log() - q[:2].log())).sum())
+        loss.backward()
+        assert bool(new.grad.isfinite().all())
+
+    @pytest.mark.parametrize(
+        ("shape", "shift"), [((5, 7), False), ((5, 7), True), ((2, 3, 4, 5), False), ((2, 1, 5), True)]
+    )
+    def test_tokens_have_positions(self, shape, shift):
+        with pytest.raises(holdfast.DataError, match="positions"):
+            holdfast.distillation_loss(torch.randn(shape), torch.randn(shape), holdfast.tokens(shift=shift))
+
+    def test_nothing_that_counts_costs_nothing(self):
+        old, new = torch.randn(2, 2, 3, 5)
+        target = torch.full((2, 3), -100)
+        assert float(holdfast.distillation_loss(old, new, holdfast.tokens(shift=False), target=target)) == 0
+
+    @pytest.mark.parametrize("likelihood", [holdfast.bernoulli, holdfast.gaussian(0.5)])
+    def test_outputs_that_were_added_are_unknown_to_the_old_model(self, likelihood):
+        old, new = torch.randn(4, 3), torch.randn(4, 5)
+        torch.testing.assert_close(likelihood.divergence(old, new), likelihood.divergence(old, new[:, :3]))
+        with pytest.raises(holdfast.MismatchError, match="added at the end"):
+            likelihood.divergence(new, old)
+
+    def test_two_sure_answers_that_hardly_differ_are_not_below_zero(self):
+        assert float(holdfast.bernoulli.divergence(torch.tensor([[8.0]]), torch.tensor([[8.001]]))) >= 0

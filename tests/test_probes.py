@@ -137,8 +137,8 @@ class TestDraws:
             assert bool(((torch.cov(x[rows].T, correction=0) - claimed).abs() < 5 * error + 1e-3).all())
 
     def test_kept_inputs_are_drawn_by_their_weights(self):
-        kept = holdfast.kept_inputs(torch.tensor([[0.0]]), num_data=30) + holdfast.kept_inputs(
-            torch.tensor([[1.0], [2.0]]), num_data=10
+        kept = holdfast.kept_inputs(torch.tensor([[0.0]]), num_data=30).plus(
+            holdfast.kept_inputs(torch.tensor([[1.0], [2.0]]), num_data=10)
         )
         x = draws(kept, 20_000).flatten()
         assert kept.num_data == pytest.approx(40)
@@ -467,3 +467,68 @@ class TestMemory:
             holdfast.Memory.of(holdfast.prior(model), model, torch.zeros(3, 6))
         with pytest.raises(holdfast.ArgumentError, match="got str"):
             memory(None).with_probes("x")
+
+
+class TestWhatIsKept:
+    @pytest.mark.parametrize("cut", [60, 16, 1])
+    def test_no_input_is_among_the_directions_even_where_there_are_few(self, cut):
+        x = torch.rand(60, 200, generator=torch.Generator().manual_seed(0))
+        (one,) = holdfast.gaussian_probes(x.split(cut)).components
+        assert len(one.factors) == 59
+        torch.testing.assert_close(one.factors.T @ one.factors + torch.diag(one.rest), exact(x), rtol=1e-4, atol=1e-5)
+        centered = x - x.mean(0)
+        apart = torch.cat([centered, x[:cut] - x[:cut].mean(0)])
+        alike = torch.nn.functional.cosine_similarity(apart.unsqueeze(1), one.factors.unsqueeze(0), dim=-1).abs()
+        assert float(alike.max()) < 0.9
+
+    def test_a_tensor_alone_is_no_iterable_of_batches(self):
+        with pytest.raises(holdfast.DataError, match=r"give \[x\]"):
+            holdfast.gaussian_probes(torch.rand(50, 1, 8, 8))
+
+    @pytest.mark.parametrize("rank", [0, -1, True, 2.5, "3", 7])
+    def test_a_merge_takes_a_rank_that_is_one(self, rank):
+        both = holdfast.gaussian_probes([inputs()]) + holdfast.gaussian_probes([inputs(seed=1)])
+        with pytest.raises(holdfast.ArgumentError, match="rank"):
+            both.merged(rank)
+
+    def test_two_preprocessings_are_not_joined_unless_one_says_so(self):
+        a = torch.rand(100, 10, generator=torch.Generator().manual_seed(0))
+        for first, second in (
+            (holdfast.gaussian_probes([a]), holdfast.gaussian_probes([2 * a - 1])),
+            (holdfast.kept_inputs(a), holdfast.kept_inputs(255 * a)),
+        ):
+            with pytest.raises(holdfast.MismatchError, match=r"first\.plus\(second\)"):
+                first + second
+            assert first.plus(second).num_data == pytest.approx(200)
+        with pytest.raises(holdfast.MismatchError, match="one preprocessing"):
+            holdfast.kept_inputs(a) + holdfast.kept_inputs((255 * a).long())
+        assert (holdfast.kept_inputs(a) + holdfast.kept_inputs(a.clone())).num_data == pytest.approx(100)
+
+    def test_a_layer_is_found_inside_a_wrapper(self):
+        model = small()
+        inside = holdfast.gaussian_probes([inputs().float()], model=torch.nn.DataParallel(model), layer="1")
+        plain = holdfast.gaussian_probes([inputs().float()], model=model, layer="1")
+        assert torch.equal(inside.components[0].mean, plain.components[0].mean)
+
+    def test_what_counts_less_after_a_decay_counts_less_in_the_probes(self):
+        model, x = small(), inputs().float()
+        fisher = holdfast.diagonal_fisher(model, [(x, torch.zeros(300).long())], holdfast.categorical)
+        memory = holdfast.Memory.of(
+            holdfast.consolidate(holdfast.prior(model), model, fisher), model, holdfast.gaussian_probes([x])
+        )
+        other = holdfast.diagonal_fisher(model, [(x + 1, torch.zeros(300).long())], holdfast.categorical)
+        after = holdfast.consolidate(memory, model, other, decay=0.1)
+        assert after.num_data == pytest.approx(330)
+        assert after.probes.num_data == pytest.approx(30)
+
+    def test_merging_says_that_probes_are_left_out(self):
+        model, x = small(), inputs().float()
+        parts = []
+        for seed in range(2):
+            fisher = holdfast.diagonal_fisher(
+                model, [(inputs(seed=seed).float(), torch.zeros(300).long())], holdfast.categorical
+            )
+            posterior = holdfast.consolidate(holdfast.prior(model), model, fisher)
+            parts.append(holdfast.Memory.of(posterior, model, holdfast.gaussian_probes([x])))
+        with pytest.warns(holdfast.HoldfastWarning, match="probes and answers are not in"):
+            holdfast.merge(*parts)

@@ -117,7 +117,10 @@ def test_the_program_of_the_structures_page_runs_and_prints_what_it_says(capsys)
 def test_the_program_of_the_distillation_page_keeps_about_what_it_says(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     page = (Path(__file__).parent.parent / "docs" / "distillation.md").read_text(encoding="utf-8")
-    (program,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    program, at_a_layer = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    (shown,) = re.findall(r"```\n(\['3[^`]*?)```", page, flags=re.DOTALL)
+    exec(at_a_layer, {})
+    assert capsys.readouterr().out == shown
     (said,) = re.findall(r"```\n(digits[^`]*?)```", page, flags=re.DOTALL)
     names = {}
     exec(program, names)

@@ -13,7 +13,7 @@ from .curvature import (
     lowrank_fisher,
     mixed_fisher,
 )
-from .distill import Distillation, distill, distillation_loss, new_inputs, own_text
+from .distill import Distillation, distill, distillation_loss, new_inputs, own_text, recalled
 from .errors import (
     ArgumentError,
     CheckError,
@@ -99,6 +99,7 @@ __all__ = [
     "penalty_gradient",
     "prior",
     "random_features",
+    "recalled",
     "restore_",
     "save",
     "tokens",

@@ -1,4 +1,4 @@
-"""The memory file: a posterior, its buffers and its probes, each tensor under what it is."""
+"""The memory file: a posterior, its buffers, its probes and its answers, each tensor under what it is."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .head.linear import KEYS as HEAD_KEYS
 from .identity import digest
 from .posterior import Memory, Posterior, as_posterior
 from .precision.kinds import described, made
-from .probes import made_probes
+from .probes import Answers, made_probes
 
 _KEYS: file.Keys = {
     "format": int, "precision": dict, "num_data": (int, float), "unit": str, "likelihood": list, "targets": list,
@@ -61,6 +61,8 @@ def _facts(memory: Memory) -> dict[str, Any]:
         "model": _model(posterior),
         "order": list(_tensors(memory)),
         **({} if memory.probes is None else {"probes": memory.probes.facts}),
+        **({} if memory.answers is None else {"answers": memory.answers.facts}),
+        **({"frozen": memory.frozen} if memory.frozen else {}),
     }
 
 
@@ -71,12 +73,13 @@ def _tensors(memory: Memory) -> dict[str, Tensor]:
         **{f"precision.{name}": value for name, value in posterior.precision.tensors.items()},
         **{f"buffers.{name}": value for name, value in memory.buffers.items()},
         **{f"probes.{name}": value for name, value in (memory.probes.tensors if memory.probes else {}).items()},
+        **{f"answers.{name}": value for name, value in (memory.answers.tensors if memory.answers else {}).items()},
     }
 
 
 def _rebuilt(facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Memory:
     """The memory that `facts` and `tensors` describe; the values check themselves as they are made."""
-    rooms: dict[str, dict[str, Tensor]] = {"mean": {}, "precision": {}, "buffers": {}, "probes": {}}
+    rooms: dict[str, dict[str, Tensor]] = {"mean": {}, "precision": {}, "buffers": {}, "probes": {}, "answers": {}}
     if sorted(facts["order"]) != sorted(tensors):
         raise ArgumentError("its tensors are not those it names.")
     for key in facts["order"]:
@@ -90,7 +93,9 @@ def _rebuilt(facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Memory:
     ties = {str(name): tuple(str(other) for other in more) for name, more in facts["ties"].items()}
     posterior = Posterior(rooms["mean"], precision, ties, tuple(str(parent) for parent in facts["parents"]))
     probes = made_probes(facts["probes"], rooms["probes"]) if "probes" in facts else None
-    memory = Memory(posterior, rooms["buffers"], probes)
+    answers = Answers.made(facts["answers"], rooms["answers"]) if "answers" in facts else None
+    frozen = {str(name): str(mark) for name, mark in dict(facts.get("frozen", {})).items()}
+    memory = Memory(posterior, rooms["buffers"], probes, answers, frozen)
     if canonical(_facts(memory)) != canonical(unsigned(facts)):
         raise ArgumentError("what it says of itself is not what it holds.")
     return memory

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..errors import require_number
+from ..errors import ArgumentError, require_number
 from ..likelihood import Likelihood
 
 
@@ -21,8 +21,11 @@ def distillation_loss(
     """
     require_number(temperature, "temperature", positive=True)
     old = old.detach() if isinstance(old, Tensor) else old
+    if not isinstance(likelihood, Likelihood):
+        raise ArgumentError(f"a likelihood is needed, such as holdfast.categorical, got {type(likelihood).__name__}.")
     each = likelihood.divergence(old, new, target, temperature)
-    return each.sum() / counted(likelihood, new, target)
+    count = counted(likelihood, new, target)
+    return each.sum() / (count.clamp(min=1) if isinstance(count, Tensor) else count)
 
 
 def counted(likelihood: Likelihood, output: Tensor, target: Any) -> float | Tensor:

@@ -10,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, distributed, nn
 
-from ..errors import ArgumentError, InertError, MismatchError, require_number
+from ..errors import ArgumentError, HoldfastError, InertError, MismatchError, require_number
 from ..likelihood import Likelihood
 from ..params import trainable, unwrapped
 from ..penalty import add_scaled_
@@ -63,6 +63,7 @@ class Distillation:
     seed: int
     classes: int | None = None
     generator: torch.Generator | None = field(default=None, repr=False)
+    _reached: frozenset[str] | None = field(default=None, repr=False)
     _once: bool = field(default=False, repr=False)
     _drawn: Tensor | None = field(default=None, repr=False)
 
@@ -75,7 +76,9 @@ class Distillation:
         return self.source.unit
 
     def held(self, model: nn.Module) -> dict[str, nn.Parameter]:
-        return trainable(unwrapped(model))
+        """Those that have a part in the answers: below a layer whose output is drawn, nothing has."""
+        named = trainable(unwrapped(model))
+        return named if self._reached is None else {k: p for k, p in named.items() if k in self._reached}
 
     def start(self) -> None:
         """A step begins: what is drawn next serves all of it."""
@@ -139,14 +142,33 @@ class Distillation:
 
     def try_out(self, model: nn.Module) -> None:
         """Raise where teacher, inputs and model do not fit, before any step is made."""
-        drawn = self.source.draw(2, torch.Generator(_device(model)).manual_seed(self.seed))
-        with torch.no_grad():
-            self._mean(model, drawn)
+        generator = torch.Generator(_device(model)).manual_seed(self.seed)
+        drawn = self.source.draw(2, generator)
         layer, blank = self.source.layer, self.source.blank
+        try:
+            with torch.enable_grad():
+                mean = self._mean(model, drawn)
+        except (RuntimeError, IndexError, TypeError, ValueError) as error:
+            if isinstance(error, HoldfastError):
+                raise
+            where = f"for `{layer}` " if layer else ""
+            raise MismatchError(
+                f"inputs of shape {tuple(drawn.shape[1:])}, {drawn.dtype}, were drawn {where}and do not go through the "
+                f"model, or through its teacher: {str(error).splitlines()[0]}"
+            ) from error
         if blank is None:
             return
+        named = trainable(model)
+        if mean.requires_grad:
+            grads = torch.autograd.grad(mean, list(named.values()), allow_unused=True)
+            self._reached = frozenset(name for name, grad in zip(named, grads, strict=True) if grad is not None)
         answers = []
-        for other in (blank, torch.ones_like(blank)):
+        for _ in range(2):
+            other = (
+                torch.randn(blank.shape, generator=generator, device=blank.device, dtype=blank.dtype)
+                if blank.is_floating_point()
+                else torch.randint(0, 2, blank.shape, generator=generator, device=blank.device, dtype=blank.dtype)
+            )
             with torch.no_grad(), evaluating(model), replaced(model, layer, drawn):
                 answers.append(self.forward(model, other.expand(2, *blank.shape[1:])))
         if isinstance(answers[0], Tensor) and not torch.equal(answers[0], answers[1]):
@@ -183,11 +205,13 @@ def distill(
     """
     if inputs is None and isinstance(teacher, Memory):
         inputs = teacher.probes
-    if inputs is None or not isinstance(likelihood, Likelihood):
+    if inputs is None:
         raise ArgumentError(
-            "distill needs the model, a teacher, what to ask it about (this one has no probes of its own), and the "
-            "likelihood of its answers, such as likelihood=holdfast.categorical."
+            "distill needs something to ask the teacher about, and this one has no probes of its own: give "
+            "gaussian_probes(...), kept_inputs(...), own_text(...) or new_inputs(...)."
         )
+    if not isinstance(likelihood, Likelihood):
+        raise ArgumentError("distill needs the likelihood of the answers, such as likelihood=holdfast.categorical.")
     if not isinstance(inputs, Source):
         raise ArgumentError(
             f"what to ask about is gaussian_probes(...), kept_inputs(...), own_text(...) or new_inputs(...), got "
@@ -196,6 +220,8 @@ def distill(
     for what, number in (("batch, how many inputs are drawn at each step,", batch), ("classes", classes)):
         if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number < 1):
             raise ArgumentError(f"{what} is a whole number, 1 or more, got {number!r}.")
+    if not isinstance(seed, int):
+        raise ArgumentError(f"seed is a whole number, got {seed!r}.")
     if inputs.unit != likelihood.unit:
         raise MismatchError(f"the inputs count {inputs.unit}s, and {likelihood.name} counts {likelihood.unit}s.")
     require_number(temperature, "temperature", positive=True)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ArgumentError, DataError, require_number
+from ..params import unwrapped
 from ..probes import KeptInputs
 from ..untouched import evaluating
 
@@ -32,8 +33,10 @@ def own_text(
     from softmax(logits / temperature). Take it before the model learns anything new.
     """
     require_number(temperature, "temperature", positive=True)
-    if min(count, batch) < 1 or length < 2:
-        raise ArgumentError(f"own text needs sequences of 2 tokens or more, at least one; got {count} of {length}.")
+    whole = all(isinstance(each, int) and not isinstance(each, bool) for each in (count, length, batch))
+    if not whole or min(count, batch) < 1 or length < 2:
+        raise ArgumentError(f"own text needs sequences of 2 tokens or more, at least one; got {count!r} of {length!r}.")
+    model = unwrapped(model)
     device = next(model.parameters()).device
     prompts = (
         torch.as_tensor(start, device=device).reshape(-1, 1) if not isinstance(start, Tensor) else start.to(device)
@@ -48,7 +51,14 @@ def own_text(
             rows = torch.randint(len(prompts), (min(batch, count - first),), generator=generator, device=device)
             text = prompts[rows].long()
             while text.shape[1] < length:
-                logits = forward(model, text) if forward is not None else model(text)
+                try:
+                    logits = forward(model, text) if forward is not None else model(text)
+                except (RuntimeError, IndexError) as error:
+                    raise ArgumentError(
+                        f"the model did not take {text.shape[1]} tokens between {int(text.min())} and "
+                        f"{int(text.max())}: is `start` outside its vocabulary, or length={length} more than it can "
+                        f"read? It says: {str(error).splitlines()[0]}"
+                    ) from error
                 if not isinstance(logits, Tensor) or logits.ndim != 3:
                     raise DataError(
                         "a language model's output (batch, positions, vocabulary) is needed: give forward=."

@@ -61,6 +61,10 @@ class Likelihood(abc.ABC):
         """
         raise ArgumentError(f"{self.name} does not say how far apart two outputs are: nothing is known but its nll.")
 
+    def each(self, output: Any, target: Any = None) -> tuple[Tensor, Any, Likelihood]:
+        """Outputs and labels one by one, as far as they count, and the likelihood of each: of tokens, a class."""
+        return as_tensor(output, self.name), target, self
+
     def root(self, output: Tensor) -> Tensor:
         """Columns s_k with Σ_k s_k s_kᵀ the Fisher of the outputs, shape (columns, *output.shape)."""
         raise ArgumentError(f"{self.name} has no exact Fisher (targets='expected'). {self._instead}")
@@ -87,7 +91,10 @@ def softmax_divergence(old: Tensor, new: Tensor, temperature: float, name: str) 
     wide = torch.promote_types(new.dtype, torch.float32)
     before = (old.to(wide) / temperature).log_softmax(-1)
     now = (new.to(wide) / temperature).log_softmax(-1)[..., :known]
-    return temperature**2 * (before.exp() * (before - now)).sum(-1)
+    likely = before.exp()
+    # A class that was impossible adds nothing, whatever it is now: 0 · log 0 = 0.
+    apart = torch.where(likely > 0, before - now, 0)
+    return temperature**2 * (likely * apart).sum(-1)
 
 
 def as_tensor(output: Any, name: str) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..errors import ArgumentError, DataError, require_number
+from ..errors import ArgumentError, DataError, MismatchError, require_number
 from .base import Likelihood, as_tensor, few_or_many, found, uniform
 
 
@@ -35,10 +35,11 @@ class Bernoulli(Likelihood):
         return few_or_many(as_tensor(output, self.name)[0].numel())
 
     def divergence(self, old: Any, new: Any, target: Any = None, temperature: float = 1.0) -> Tensor:
-        new, old = _alike(new, old, self.name)
+        old, new = _known(old, new, self.name)
         old, new = old / temperature, new / temperature
-        # p (z − z′) + log(1 + eᶻ′) − log(1 + eᶻ), with p = sigmoid(z)
-        return _per_example(temperature**2 * (old.sigmoid() * (old - new) + F.softplus(new) - F.softplus(old)))
+        # p (z − z′) + log(1 + eᶻ′) − log(1 + eᶻ), with p = sigmoid(z); near zero its digits cancel
+        each = (old.sigmoid() * (old - new) + F.softplus(new) - F.softplus(old)).clamp(min=0)
+        return _per_example(temperature**2 * each)
 
     def root(self, output: Tensor) -> Tensor:
         p = as_tensor(output, self.name).sigmoid()
@@ -77,7 +78,7 @@ class Gaussian(Likelihood):
     def divergence(self, old: Any, new: Any, target: Any = None, temperature: float = 1.0) -> Tensor:
         if temperature != 1:
             raise ArgumentError(f"{self.name} has no temperature: its scale says how far apart outputs are.")
-        new, old = _alike(new, old, self.name)
+        old, new = _known(old, new, self.name)
         return _per_example(0.5 * ((old - new) / self.scale).square())
 
     def root(self, output: Tensor) -> Tensor:
@@ -105,6 +106,20 @@ def _alike(output: Any, target: Any, name: str) -> tuple[Tensor, Tensor]:
             "would compare every example with every other."
         )
     return output, target.to(output.dtype)
+
+
+def _known(old: Any, new: Any, name: str) -> tuple[Tensor, Tensor]:
+    """Two outputs on the same inputs, in float32 at least. What was added at the end, the old one does not know."""
+    old, new = as_tensor(old, name), as_tensor(new, name)
+    if new.ndim == old.ndim and new.ndim > 1 and new.shape[-1] > old.shape[-1]:
+        new = new[..., : old.shape[-1]]
+    if old.shape != new.shape:
+        raise MismatchError(
+            f"{name}: the old output has shape {tuple(old.shape)}, the new one {tuple(new.shape)}. Outputs may have "
+            "been added at the end, and nothing else may differ."
+        )
+    wide = torch.promote_types(new.dtype, torch.float32)
+    return old.to(wide), new.to(wide)
 
 
 def _per_example(each: Tensor) -> Tensor:

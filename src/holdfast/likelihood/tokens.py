@@ -20,6 +20,7 @@ from .base import (
     softmax_divergence,
     uniform,
 )
+from .categorical import categorical
 
 
 @dataclass(frozen=True)
@@ -55,11 +56,24 @@ class Tokens(Likelihood):
 
     def divergence(self, old: Any, new: Any, target: Any = None, temperature: float = 1.0) -> Tensor:
         old, new = as_tensor(old, self.name), as_tensor(new, self.name)
+        if new.ndim != 3 or (target is None and new.shape[1] <= int(self.shift)):
+            raise DataError(
+                f"tokens needs outputs of shape (batch, positions, vocabulary) with a position that counts, got "
+                f"{tuple(new.shape)}."
+            )
         each = softmax_divergence(old, new, temperature, self.name)
         if target is None:  # every position that has a next one counts, or every one
             return each[:, :-1].sum(-1) if self.shift else each.sum(-1)
         _, labels = self._aligned(new, target)
         return (each[:, : labels.shape[1]] * sent(labels != self.ignore_index, each.device)).sum(-1)
+
+    def each(self, output: Any, target: Any = None) -> tuple[Tensor, Any, Likelihood]:
+        if target is None:
+            output = as_tensor(output, self.name)
+            return (output[:, :-1] if self.shift else output).flatten(0, 1), None, categorical
+        output, target = self._aligned(output, target)
+        counted = (target != self.ignore_index).flatten()
+        return output.flatten(0, 1)[counted], target.flatten()[counted], categorical
 
     def count(self, size: int, target: Any) -> Tensor:
         counted: Tensor = target[:, 1:] if self.shift else target

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ArgumentError, MismatchError, require_number
-from ..identity import digest, fingerprint
-from ..params import aliases, buffers, matched, renaming, require_shapes, shapes, trainable
+from ..identity import digest, fingerprint, fingerprints
+from ..params import aliases, all_parameters, buffers, matched, renaming, require_shapes, shapes, trainable
 from ..precision import Diagonal, Precision, SignedDiagonal, Source, Sum
 from ..precision.base import grown, require_finite
-from ..probes import Probes
+from ..probes import Answers, Probes
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -117,14 +117,18 @@ class Posterior:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Memory:
-    """What is kept of a model and its data: the posterior, the buffers (BatchNorm statistics) it ran with, and probes
-    that stand for its inputs, if there are any."""
+    """What is kept of a model and its data: the posterior, the buffers (BatchNorm statistics) it ran with; and, if
+    there are any, probes that stand for its inputs and a few of its answers, which a forecast is made from."""
 
     posterior: Posterior
     buffers: dict[str, Tensor] = field(default_factory=dict)
     probes: Probes | None = None
+    answers: Answers | None = None
+    frozen: dict[str, str] = field(default_factory=dict)  # marks of the parameters outside the posterior
 
     def __post_init__(self) -> None:
+        if self.answers is not None and not isinstance(self.answers, Answers):
+            raise ArgumentError(f"a memory's answers are kept_answers(...), got {type(self.answers).__name__}.")
         if self.probes is not None and not isinstance(self.probes, Probes):
             raise ArgumentError(
                 f"a memory's probes are gaussian_probes(...) or kept_inputs(...), got {type(self.probes).__name__}."
@@ -134,8 +138,8 @@ class Memory:
                 require_finite(f"buffer {name}", value)
 
     def __repr__(self) -> str:
-        probes = "" if self.probes is None else f", {self.probes!r}"
-        return f"Memory({self.posterior!r}, {len(self.buffers)} buffers{probes})"
+        more = "".join(f", {each!r}" for each in (self.probes, self.answers) if each is not None)
+        return f"Memory({self.posterior!r}, {len(self.buffers)} buffers{more})"
 
     @property
     def mean(self) -> dict[str, Tensor]:
@@ -165,17 +169,26 @@ class Memory:
         """The same on another device, the posterior in another floating dtype."""
         moved = {name: buffer.to(device) for name, buffer in self.buffers.items()}
         probes = self.probes if self.probes is None or device is None else self.probes.to(device)
-        return replace(self, posterior=self.posterior.to(device, dtype), buffers=moved, probes=probes)
+        answers = self.answers if self.answers is None or device is None else self.answers.to(device)
+        return replace(self, posterior=self.posterior.to(device, dtype), buffers=moved, probes=probes, answers=answers)
 
     def with_probes(self, probes: Probes) -> Memory:
         """The memory with probes of another task's inputs beside those it has."""
         return replace(self, probes=probes if self.probes is None else self.probes + probes)
 
+    def with_answers(self, answers: Answers) -> Memory:
+        """The memory with answers on another task's data beside those it has, in no more memory."""
+        return replace(self, answers=answers if self.answers is None else self.answers + answers)
+
     @staticmethod
-    def of(posterior: Posterior, model: nn.Module, probes: Probes | None = None) -> Memory:
-        """The posterior together with the buffers the model has now, and probes if they are given."""
+    def of(
+        posterior: Posterior, model: nn.Module, probes: Probes | None = None, answers: Answers | None = None
+    ) -> Memory:
+        """The posterior together with the buffers the model has now, and probes and answers if they are given."""
         kept = {name: buffer.detach().clone() for name, buffer in buffers(model).items()}
-        return Memory(posterior, kept, probes)
+        named = {*posterior.mean, *(other for more in posterior.ties.values() for other in more)}
+        outside = {name: parameter for name, parameter in all_parameters(model).items() if name not in named}
+        return Memory(posterior, kept, probes, answers, fingerprints(outside))
 
 
 def as_posterior(memory: Posterior | Memory) -> Posterior:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from ..errors import ArgumentError, MismatchError
+from ..errors import ArgumentError, HoldfastWarning, MismatchError
 from ..params import require_shapes, shapes, some
 from ..precision.base import added
 from .gaussian import Memory, Posterior, as_posterior
@@ -21,8 +22,14 @@ def merge(*posteriors: Posterior | Memory, base: Posterior | Memory | None = Non
     ½ Σₜ (θ−μₜ)ᵀΛₜ(θ−μₜ) is the merged penalty plus a constant, so one Gaussian does for any number of tasks. Where ΣΛ
     is zero the mean is that of the last posterior given. Children of one posterior share what it knew: name it as
     `base` and it is counted once, Λ = ΣΛₜ − (n−1)Λ_base, and likewise for Λμ. Buffers are not parameters and have no
-    product: merging memories gives a Posterior.
+    product: merging memories gives a Posterior, and leaves probes and answers out, which is said.
     """
+    left = [each for each in posteriors if isinstance(each, Memory) and (each.probes or each.answers)]
+    if left:
+        warnings.warn(
+            "probes and answers are not in what merging gives: join them with `+`, and keep them beside it with "
+            "Memory.of(merged, model, probes, answers).", HoldfastWarning, stacklevel=2,
+        )  # fmt: skip
     if len(posteriors) < 2:
         raise ArgumentError(
             f"merging takes at least two posteriors, got {len(posteriors)}. Unpack a list: merge(*list)."

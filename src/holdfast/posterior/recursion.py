@@ -37,7 +37,7 @@ def consolidate(
     precision = settled(decay * known.precision + fisher)
     precision = precision if exact else precision.merged()
     after = Posterior(mean, precision, _ties(known, model, params), (known.id,))
-    return Memory.of(after, model, posterior.probes) if isinstance(posterior, Memory) else after
+    return _remembered(posterior, after, model, decay)
 
 
 def consolidate_(posterior: Kept, model: nn.Module, fisher: Precision, *, decay: float = 1.0) -> Kept:
@@ -67,7 +67,15 @@ def consolidate_(posterior: Kept, model: nn.Module, fisher: Precision, *, decay:
         elif new is not None:
             entries[name] = new
     after = Posterior(mean, Diagonal(entries, sources), ties, parents)
-    return Memory.of(after, model, posterior.probes) if isinstance(posterior, Memory) else after
+    return _remembered(posterior, after, model, decay)
+
+
+def _remembered(before: Kept, after: Posterior, model: nn.Module, decay: float) -> Kept:
+    """What was kept beside the posterior goes on with it; what counts less, counts less there too."""
+    if not isinstance(before, Memory):
+        return after
+    probes = before.probes if before.probes is None or decay == 1 else before.probes.thinned(decay)
+    return Memory.of(after, model, probes, before.answers)
 
 
 def _aligned(posterior: Posterior, model: nn.Module, fisher: Precision) -> tuple[Posterior, Precision]:

@@ -10,6 +10,9 @@ from torch import Tensor
 
 from ..errors import MismatchError
 
+MOST = 1e15  # examples that anything may stand for: more is a file that lies
+_SPAN = 3.0  # how many times wider one range of inputs may be than another's: standardized MNIST is 3.2 times [0, 1]
+
 
 class Probes(abc.ABC):
     """A distribution over inputs that stands for those of old data. Frozen; `+` keeps both sides, each by its weight.
@@ -44,7 +47,15 @@ class Probes(abc.ABC):
 
     @abc.abstractmethod
     def plus(self, other: Self) -> Self:
-        """Those of both, where they are of one kind."""
+        """Those of both, where they are of one kind, however their values differ."""
+
+    @abc.abstractmethod
+    def thinned(self, factor: float) -> Self:
+        """The same, standing for so many times as much data."""
+
+    @abc.abstractmethod
+    def require_alike(self, other: Self) -> None:
+        """Raise where the inputs look as if they had been preprocessed in another way."""
 
     @abc.abstractmethod
     def to(self, device: torch.device | str) -> Probes:
@@ -62,6 +73,7 @@ class Probes(abc.ABC):
                     f"these probes differ in their {what}, {_said(mine)} and {_said(theirs)}: they are not of one "
                     "model, or not of one preprocessing."
                 )
+        self.require_alike(other)
         return self.plus(other)
 
 
@@ -70,6 +82,19 @@ def drawn_rows(weights: Tensor, count: int, generator: torch.Generator) -> Tenso
     reached = weights.double().cumsum(0)
     heights = torch.rand(count, generator=generator, device=weights.device, dtype=torch.float64) * reached[-1]
     return torch.searchsorted(reached, heights, right=True).clamp(max=len(weights) - 1)
+
+
+def require_one_range(ranges: list[tuple[float, float]]) -> None:
+    """Raise where inputs look like those of two preprocessings: apart, far wider, or below zero where others end."""
+    widths = [high - low for low, high in ranges]
+    apart = max(low for low, _ in ranges) > min(high for _, high in ranges)
+    signs = {low < -0.1 * max(high - low, 1e-12) for low, high in ranges}
+    if apart or len(signs) > 1 or max(widths) > _SPAN * max(min(widths), 1e-12):
+        said = ", ".join(f"{low:.3g} to {high:.3g}" for low, high in ranges)
+        raise MismatchError(
+            f"these probes are of inputs with ranges {said}: was one of them preprocessed in another way? Make both "
+            "from inputs as the model takes them; if they are right as they are, first.plus(second) joins them."
+        )
 
 
 def _said(value: object) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -11,13 +10,13 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from ..errors import ArgumentError, DataError, MismatchError, require_number
-from .base import Probes, drawn_rows
+from ..errors import ArgumentError, DataError, require_number
+from ..params import unwrapped
+from .base import MOST, Probes, drawn_rows, require_one_range
 from .layer import captured
 from .moments import Moments, longest
 
 RANK = 100  # as good as all directions on MNIST, where variances alone are not
-_SPAN = 3.0  # how many times wider one range of inputs may be than another's: standardized MNIST is 3.2 times [0, 1]
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +43,7 @@ class Component:
             raise ArgumentError("a Gaussian's mean, factors and rest do not have the same entries.")
         if not all(bool(each.isfinite().all()) for each in (self.mean, self.factors, self.rest)):
             raise ArgumentError("a Gaussian of inputs has numbers that are not finite.")
-        if bool((self.rest < 0).any()) or not 0 < self.num_data < math.inf or not self.low <= self.high:
+        if bool((self.rest < 0).any()) or not 0 < self.num_data <= MOST or not self.low <= self.high:
             raise ArgumentError("a Gaussian of inputs has a negative variance, stands for no data, or has no range.")
 
 
@@ -64,7 +63,10 @@ class GaussianProbes(Probes):
     def __post_init__(self) -> None:
         if not self.components or any(len(each.mean) != self.entries.numel() for each in self.components):
             raise ArgumentError("Gaussian probes need at least one Gaussian, each over the entries of an input.")
-        if bool(self.layer) != (self.blank is not None) or (self.blank is not None and self.blank.shape[:1] != (1,)):
+        blank = self.blank
+        if bool(self.layer) != (blank is not None) or (
+            blank is not None and (blank.shape[:1] != (1,) or bool(blank.count_nonzero()))
+        ):
             raise ArgumentError("probes at a layer carry a blank input of the model, and those of its inputs none.")
 
     def __repr__(self) -> str:
@@ -132,14 +134,22 @@ class GaussianProbes(Probes):
         return weights, means, torch.stack([each.rest.sqrt() for each in self.components])
 
     def plus(self, other: Self) -> Self:
-        if not self.layer:  # features of one model may well differ between tasks
-            _require_one_range((*self.components, *other.components))
         # The same evidence, come by two ways, counts once.
         new = [each for each in other.components if not any(_same(each, mine) for mine in self.components)]
         return replace(self, components=(*self.components, *new))
 
+    def thinned(self, factor: float) -> Self:
+        parts = tuple(replace(each, num_data=each.num_data * factor) for each in self.components)
+        return replace(self, components=parts)
+
+    def require_alike(self, other: Self) -> None:
+        if not self.layer:  # features of one model may well differ between tasks
+            require_one_range([(each.low, each.high) for each in (*self.components, *other.components)])
+
     def merged(self, rank: int | None = None) -> GaussianProbes:
         """One Gaussian with the mean and covariance of all of them, cut to the largest rank among them (or `rank`)."""
+        if rank is not None:
+            _require_rank(rank, self.entries.numel())
         if len(self.components) == 1 and rank is None:
             return self
         total = self.num_data
@@ -180,8 +190,14 @@ def gaussian_probes(
     they are the outputs of that module instead. The default rank is 100, or as much as the data has. `num_data` says
     how many old examples there were, where the batches are a part of them.
     """
-    if bool(layer) != (model is not None):
-        raise ArgumentError("probes at a layer need `model` and `layer`; those of the inputs need neither.")
+    if not isinstance(layer, str) or bool(layer) != (model is not None):
+        raise ArgumentError("probes at a layer need `model` and `layer`, its name; those of the inputs need neither.")
+    if isinstance(batches, Tensor) or not isinstance(batches, Iterable):
+        raise DataError(
+            f"an iterable of batches is needed, such as a DataLoader, got {type(batches).__name__}: give [x] for a "
+            "tensor of inputs."
+        )
+    model = None if model is None else unwrapped(model)
     moments, low, high = None, float("inf"), float("-inf")
     shape, blank = torch.Size(), None
     for index, batch in enumerate(batches):
@@ -214,18 +230,6 @@ def gaussian_probes(
 def _same(one: Component, other: Component) -> bool:
     pairs = ((one.mean, other.mean), (one.rest, other.rest), (one.factors, other.factors))
     return one.num_data == other.num_data and all(torch.equal(a, b.to(a)) for a, b in pairs)
-
-
-def _require_one_range(components: tuple[Component, ...]) -> None:
-    """Raise where inputs look like those of two preprocessings: one range far wider than another, or apart from it."""
-    widths = [each.high - each.low for each in components]
-    apart = max(each.low for each in components) > min(each.high for each in components)
-    if apart or max(widths) > _SPAN * max(min(widths), 1e-12):
-        ranges = ", ".join(f"{each.low:.3g} to {each.high:.3g}" for each in components)
-        raise MismatchError(
-            f"these probes are of inputs with ranges {ranges}: was one of them preprocessed in another way? Make both "
-            "from inputs as the model takes them, or, if they are right as they are, hold to each as a term of its own."
-        )
 
 
 def _inputs(batch: Any, index: int) -> Tensor:

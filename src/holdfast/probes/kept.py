@@ -10,8 +10,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from ..errors import ArgumentError, require_number
-from .base import Probes, drawn_rows
+from ..errors import ArgumentError, MismatchError, require_number
+from .base import MOST, Probes, drawn_rows, require_one_range
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -30,7 +30,7 @@ class KeptInputs(Probes):
         if self.inputs.is_floating_point() and not bool(self.inputs.isfinite().all()):
             raise ArgumentError("kept inputs must be finite.")
         sound = self.weights.is_floating_point() and self.weights.shape == self.inputs.shape[:1]
-        if not sound or not bool(((self.weights > 0) & self.weights.isfinite()).all()):
+        if not sound or not bool(((self.weights > 0) & (self.weights <= MOST)).all()):
             raise ArgumentError("each kept input stands for a positive number of old ones.")
 
     def __repr__(self) -> str:
@@ -60,7 +60,19 @@ class KeptInputs(Probes):
     def draw(self, count: int, generator: torch.Generator) -> Tensor:
         return self.inputs[drawn_rows(self.weights, count, generator)]
 
+    def thinned(self, factor: float) -> Self:
+        return replace(self, weights=self.weights * factor)
+
+    def require_alike(self, other: Self) -> None:
+        mine, theirs = self.inputs, other.inputs
+        if mine.is_floating_point() != theirs.is_floating_point():
+            raise MismatchError(f"these inputs are {mine.dtype} and {theirs.dtype}: they are not of one preprocessing.")
+        if mine.is_floating_point():
+            require_one_range([(float(each.min()), float(each.max())) for each in (mine, theirs)])
+
     def plus(self, other: Self) -> Self:
+        if self.inputs.shape == other.inputs.shape and torch.equal(self.inputs, other.inputs.to(self.inputs)):
+            return self  # the same evidence, come by two ways, counts once
         weights = torch.cat([self.weights, other.weights])
         return replace(self, inputs=torch.cat([self.inputs, other.inputs]), weights=weights)
 

@@ -39,19 +39,20 @@ class Moments:
 
     def found(self) -> tuple[Tensor, Tensor, Tensor]:
         """The mean, factors U (rank or fewer, entries) and a diagonal: UᵀU + diag has the covariance's own diagonal."""
-        factors = longest(self._rows, self._rank) / self.count**0.5
+        factors = longest(self._rows, min(self._rank, self.count - 1)) / self.count**0.5
         rest = (self._squares / self.count - factors.square().sum(0)).clamp(min=0)
         return self._mean, factors, rest
 
 
 def longest(rows: Tensor, rank: int) -> Tensor:
-    """The `rank` longest principal directions of rows, with their lengths."""
-    if len(rows) <= rank:
-        return rows
+    """The `rank` longest principal directions of rows, with their lengths: turned even where all are kept, for the rows
+    themselves are the inputs."""
+    rank = min(rank, *rows.shape)
     if rows.shape[1] < len(rows):  # in the smaller of the two spaces
         values, vectors = torch.linalg.eigh(rows.T @ rows)
-        found: Tensor = vectors[:, -rank:].T * values[-rank:].clamp(min=0).sqrt().unsqueeze(1)
+        first = len(values) - rank
+        found: Tensor = vectors[:, first:].T * values[first:].clamp(min=0).sqrt().unsqueeze(1)
         return found
     _, vectors = torch.linalg.eigh(rows @ rows.T)
-    turned: Tensor = vectors[:, -rank:].T @ rows
+    turned: Tensor = vectors[:, len(rows) - rank :].T @ rows
     return turned

@@ -1,0 +1,105 @@
+"""What a model answered on old data, with the labels, for a few of its examples: outputs alone, and no inputs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import ArgumentError, MismatchError
+from ..likelihood import Likelihood, bernoulli, categorical, gaussian
+
+_GAUSSIAN = re.compile(r"gaussian\(scale=([0-9.e+-]+)\)")
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Answers:
+    """A random sample of outputs and labels, in random order, that stands for `num_data` old examples (or tokens).
+
+    `kind` is the name of the likelihood of a single one: of tokens, each is one of several classes.
+    """
+
+    outputs: Tensor  # (rows, *output)
+    labels: Tensor  # (rows,) classes, or (rows, *output) values
+    kind: str
+    num_data: float
+    unit: str = "example"
+
+    def __post_init__(self) -> None:
+        likelihood = self.likelihood
+        if not self.outputs.is_floating_point() or self.outputs.ndim < 1 or not len(self.outputs):
+            raise ArgumentError("answers are outputs of a model, floating-point numbers, at least one of them.")
+        if not bool(self.outputs.isfinite().all()) or not 0 < self.num_data < float("inf"):
+            raise ArgumentError("answers must be finite, and stand for a positive number of examples.")
+        likelihood.nll(self.outputs[:1], self.labels[:1])
+        if len(self.labels) != len(self.outputs):
+            raise ArgumentError(f"there are {len(self.outputs)} outputs and {len(self.labels)} labels.")
+        likelihood.require(self.outputs, self.labels)
+
+    def __repr__(self) -> str:
+        return f"Answers({tuple(self.outputs.shape)} for {self.num_data:g} {self.unit}s, {self.kind})"
+
+    @property
+    def likelihood(self) -> Likelihood:
+        """Of a single answer."""
+        scale = _GAUSSIAN.fullmatch(self.kind)
+        if scale is not None:
+            return gaussian(float(scale[1]))
+        found = {each.name: each for each in (categorical, bernoulli)}.get(self.kind)
+        if found is None:
+            raise ArgumentError(
+                f"answers are kept for categorical, bernoulli, gaussian and tokens, not for {self.kind[:60]!r}: of a "
+                "likelihood of one's own, a file could not say what it is."
+            )
+        return found
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """All it holds, by name."""
+        return {"outputs": self.outputs, "labels": self.labels}
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What a file says of it besides its tensors."""
+        return {"kind": self.kind, "num_data": self.num_data, "unit": self.unit}
+
+    @staticmethod
+    def made(facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Answers:
+        """Those that a file describes; the values check themselves."""
+        found = Answers(
+            tensors["outputs"], tensors["labels"], str(facts["kind"]), float(facts["num_data"]), str(facts["unit"])
+        )
+        if set(found.tensors) != set(tensors):
+            raise ArgumentError("its tensors are not those of its answers.")
+        return found
+
+    def __add__(self, other: Answers) -> Answers:
+        """Those of both, by how much data each stands for, in no more memory than the larger one."""
+        for what in ("kind", "unit"):
+            if getattr(self, what) != getattr(other, what):
+                raise MismatchError(
+                    f"these answers differ in their {what}, {getattr(self, what)!r} and {getattr(other, what)!r}."
+                )
+        if self.outputs.shape[1:] != other.outputs.shape[1:]:
+            raise MismatchError(
+                f"these answers have outputs of shape {tuple(self.outputs.shape[1:])} and "
+                f"{tuple(other.outputs.shape[1:])}: the head grew between them. Keep those of the larger head alone."
+            )
+        total, most = self.num_data + other.num_data, max(len(self.outputs), len(other.outputs))
+        first = min(len(self.outputs), max(1, round(most * self.num_data / total)))
+        second = min(len(other.outputs), max(1, most - first))
+        # Rows are in random order, so that the first ones are a sample; and must be again.
+        order = torch.randperm(first + second, generator=torch.Generator().manual_seed(first))
+        outputs, labels = (
+            torch.cat([mine[:first], theirs[:second].to(mine)])[order.to(mine.device)]
+            for mine, theirs in ((self.outputs, other.outputs), (self.labels, other.labels))
+        )
+        return replace(self, outputs=outputs, labels=labels, num_data=total)
+
+    def to(self, device: torch.device | str) -> Answers:
+        """The same on another device."""
+        return replace(self, outputs=self.outputs.to(device), labels=self.labels.to(device))
