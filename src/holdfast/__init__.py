@@ -13,7 +13,7 @@ from .curvature import (
     lowrank_fisher,
     mixed_fisher,
 )
-from .distill import Distillation, distill, distillation_loss, new_inputs, own_text, recalled
+from .distill import Distillation, distill, distillation_loss, new_inputs, own_text
 from .errors import (
     ArgumentError,
     CheckError,
@@ -25,19 +25,22 @@ from .errors import (
     MismatchError,
     SingularError,
 )
+from .forecast import ByProbes, Forecast, forecast, kept_answers
 from .head import LinearHead, RandomFeatures, linear_head, random_features
 from .hold import Handle, hold
 from .likelihood import Likelihood, bernoulli, categorical, custom, gaussian, tokens
 from .penalty import Quadratic, Term, penalty, penalty_gradient
-from .posterior import Memory, Posterior, consolidate, consolidate_, merge, prior, restore_
+from .posterior import Memory, Posterior, consolidate, consolidate_, merge, prior, recalled, restore_
 from .precision import Dense, Diagonal, Kronecker, LowRank, Precision, Rotated, SignedDiagonal, Source, Sum
-from .probes import GaussianProbes, KeptInputs, Probes, gaussian_probes, kept_inputs
+from .probes import Answers, GaussianProbes, KeptInputs, Probes, gaussian_probes, kept_inputs
 from .storage import inspect, load, save
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Answers",
     "ArgumentError",
+    "ByProbes",
     "CheckError",
     "Coverage",
     "DataError",
@@ -45,6 +48,7 @@ __all__ = [
     "Diagonal",
     "Distillation",
     "Estimate",
+    "Forecast",
     "GaussianProbes",
     "Handle",
     "HoldfastError",
@@ -81,11 +85,13 @@ __all__ = [
     "diagonal_hessian",
     "distill",
     "distillation_loss",
+    "forecast",
     "gaussian",
     "gaussian_probes",
     "hold",
     "hutchinson_hessian",
     "inspect",
+    "kept_answers",
     "kept_inputs",
     "kronecker_fisher",
     "linear_head",

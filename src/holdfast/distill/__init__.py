@@ -2,8 +2,8 @@
 
 from .loss import distillation_loss
 from .new import NewInputs, new_inputs
-from .teacher import Teacher, recalled
+from .teacher import Teacher
 from .term import Distillation, distill
 from .text import own_text
 
-__all__ = ["Distillation", "NewInputs", "Teacher", "distill", "distillation_loss", "new_inputs", "own_text", "recalled"]
+__all__ = ["Distillation", "NewInputs", "Teacher", "distill", "distillation_loss", "new_inputs", "own_text"]

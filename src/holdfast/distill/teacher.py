@@ -1,21 +1,16 @@
-"""The old function: the model itself at the weights it had, or another model that is given."""
+"""Who is asked: the model itself at the weights it had, or another model that is given."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
-from torch.func import functional_call
+from torch import nn
 
-from ..errors import ArgumentError, InertError, MismatchError
-from ..identity import fingerprints
-from ..params import all_parameters, buffers, matched, require_shapes, shapes, some, unwrapped
-from ..posterior import Memory, Posterior, as_posterior
+from ..errors import InertError
+from ..params import unwrapped
+from ..posterior.recalled import Forward
 from ..untouched import evaluating
-
-Forward = Callable[[nn.Module, Any], Any]
 
 
 class Teacher(Protocol):
@@ -23,96 +18,6 @@ class Teacher(Protocol):
 
     def __call__(self, model: nn.Module, forward: Forward, inputs: Any) -> Any:
         """Its output on inputs, without a graph; `model` is the one that learns."""
-
-
-class Recalled:
-    """The model at the mean of a posterior, with the buffers that were kept: no second network.
-
-    What is outside the posterior must be as it was. So nothing there may be trained; what is frozen is watched.
-    """
-
-    def __init__(self, memory: Posterior | Memory, model: nn.Module) -> None:
-        posterior = as_posterior(memory)
-        params = matched(model, shapes(posterior.mean), ties=posterior.ties)
-        inside = {id(parameter) for parameter in params.values()}
-        outside = {name: p for name, p in all_parameters(model).items() if id(p) not in inside}
-        trained = [name for name, parameter in outside.items() if parameter.requires_grad]
-        if trained:
-            raise MismatchError(
-                f"the posterior does not have {some(trained)}, which trains: the old function cannot be had from its "
-                "mean. Freeze it, or give teacher=, a copy of the old model (copy.deepcopy) or any other."
-            )
-        if any(type(parameter.data) is not Tensor for parameter in params.values()):
-            raise ArgumentError("a sharded model is not run at other weights: give teacher=, a frozen copy of it.")
-        narrow = [name for name, p in params.items() if _rounds(posterior.mean[name], p)]
-        if narrow:
-            raise MismatchError(
-                f"the mean of `{narrow[0]}` was rounded to {posterior.mean[narrow[0]].dtype}, and is not the old "
-                "function any more: give teacher=, a frozen copy, or the posterior as it was made."
-            )
-        self._frozen = fingerprints(outside)
-        then_frozen = memory.frozen if isinstance(memory, Memory) else {}
-        other = [name for name, mark in then_frozen.items() if self._frozen.get(name, mark) != mark]
-        if other:
-            raise MismatchError(
-                f"{some(other)}, outside the posterior, has other values than when the memory was made: the old "
-                "function cannot be had from it. Give teacher=, a copy of the old model."
-            )
-        self._watched = {name: (parameter, parameter._version) for name, parameter in outside.items()}
-        self._ties = posterior.ties
-        # Where the model is: nothing is copied to a device at every step. A lookup with max_norm writes to its table.
-        writes = any(getattr(module, "max_norm", None) is not None for module in model.modules())
-        self._mean = {name: posterior.mean[name].to(p.device, p.dtype, copy=writes) for name, p in params.items()}
-        kept, found = memory.buffers if isinstance(memory, Memory) else {}, buffers(model)
-        require_shapes(shapes(kept), shapes(found), what="the memory's buffers", than="the model")
-        lost = [name for name, buffer in found.items() if name not in kept and buffer.is_floating_point()]
-        if lost and any(not torch.equal(p.detach(), self._mean[name]) for name, p in params.items()):
-            raise MismatchError(
-                f"no {some(lost)} was kept, and the model has moved since: how it ran then is not known. Keep buffers "
-                "with the posterior: Memory.of(posterior, model), while the model is as it was."
-            )
-        then = {id(buffer): kept[name] for name, buffer in found.items() if name in kept}
-        self._buffers = {
-            name: then.get(id(buffer), buffer).detach().to(buffer, copy=True) for name, buffer in model.named_buffers()
-        }
-
-    def __call__(self, model: nn.Module, forward: Forward, inputs: Any) -> Any:
-        params = matched(model, shapes(self._mean), ties=self._ties)
-        self._require_unchanged(model, {id(parameter) for parameter in params.values()})
-        names = {id(parameter): name for name, parameter in model.named_parameters()}
-        values = {names[id(p)]: self._mean[name].to(p.device, p.dtype) for name, p in params.items()}
-        now = dict(model.named_buffers())
-        values |= {name: buffer.to(now[name].device) for name, buffer in self._buffers.items()}
-        with torch.no_grad(), evaluating(model):
-            return functional_call(_Called(model, forward), {f"model.{k}": v for k, v in values.items()}, (inputs,))
-
-    def _require_unchanged(self, model: nn.Module, inside: set[int]) -> None:
-        now = {name: p for name, p in all_parameters(model).items() if id(p) not in inside}
-        touched = {
-            name: parameter
-            for name, parameter in now.items()
-            if name not in self._watched
-            or parameter is not self._watched[name][0]
-            or parameter._version != self._watched[name][1]
-        }
-        changed = [name for name, mark in fingerprints(touched).items() if self._frozen.get(name) != mark]
-        changed += [name for name, parameter in now.items() if parameter.requires_grad and name not in changed]
-        changed += [name for name in self._watched if name not in now]
-        if changed:
-            raise MismatchError(f"{some(changed)}, outside the posterior, has changed: give teacher=, a frozen copy.")
-        self._watched |= {name: (parameter, parameter._version) for name, parameter in touched.items()}
-
-
-class _Called(nn.Module):
-    """A model under a way to call it, as one module."""
-
-    def __init__(self, model: nn.Module, forward: Forward) -> None:
-        super().__init__()
-        self.model, self._forward = model, forward
-        self.training = model.training
-
-    def forward(self, inputs: Any) -> Any:
-        return self._forward(self.model, inputs)
 
 
 class Given:
@@ -130,20 +35,3 @@ class Given:
     def __call__(self, model: nn.Module, forward: Forward, inputs: Any) -> Any:
         with torch.no_grad(), evaluating(self._teacher):
             return forward(self._teacher, inputs)
-
-
-def recalled(model: nn.Module, memory: Posterior | Memory, *, forward: Forward | None = None) -> Callable[[Any], Any]:
-    """The old function, for a loop of one's own: the model at the posterior's mean, in evaluation mode, no graph.
-
-    old = holdfast.recalled(model, memory)
-    loss = loss + num_old / num_new * holdfast.distillation_loss(old(x), model(x), holdfast.categorical)
-    """
-    inner = unwrapped(model)
-    teacher = Recalled(memory, inner)
-    plain: Forward = forward if forward is not None else lambda run, given: run(given)
-    return lambda inputs: teacher(inner, plain, inputs)
-
-
-def _rounds(mean: Tensor, parameter: Tensor) -> bool:
-    """Whether a mean is kept in fewer digits than the parameter has."""
-    return torch.finfo(mean.dtype).eps > torch.finfo(parameter.dtype).eps

@@ -15,12 +15,13 @@ from ..likelihood import Likelihood
 from ..params import trainable, unwrapped
 from ..penalty import add_scaled_
 from ..posterior import Memory, Posterior
+from ..posterior.recalled import Forward, Recalled
 from ..probes import Probes
 from ..probes.layer import module_at, replaced
 from ..untouched import evaluating
 from .loss import counted
 from .new import NewInputs
-from .teacher import Forward, Given, Recalled, Teacher
+from .teacher import Given, Teacher
 
 _BATCH = 128
 _BATCHES = 8  # drawn for the value, always the same

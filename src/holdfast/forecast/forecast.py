@@ -1,0 +1,150 @@
+"""What a model at its present weights will have lost of what a memory knows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import ArgumentError, MismatchError
+from ..params import all_parameters, matched, shapes, some, unwrapped
+from ..posterior import Memory, Posterior, as_posterior
+from ..rise import ByProbes, asked, missing
+
+_DRAWS = 2000
+# Where the outputs to probes moved by more than this much of their own spread, a forecast was not checked.
+FAR = 3.0
+# A quadratic that differs from the probes by more than this factor is not to be believed here.
+_APART = 2.0
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """The predicted rise of the old loss, in nats per old example (or token).
+
+    `quadratic` is ½ δᵀΛδ / N, a local estimate: it ranks weights and checkpoints, and is often far too small. `doubts`
+    says in words why not to trust this one.
+    """
+
+    quadratic: float
+    by_parameter: dict[str, float]  # its parts, which add up to it
+    probes: ByProbes | None
+    doubts: tuple[str, ...]
+    unit: str = "example"
+    missing: str = ""  # why there is no estimate by probes
+
+    @property
+    def rise(self) -> float:
+        """The best estimate there is: by probes if the memory has them, else the quadratic."""
+        return self.quadratic if self.probes is None else self.probes.rise
+
+    @property
+    def safe(self) -> float:
+        """A bound that the rise will hardly be above. The quadratic has none."""
+        return self.by_probes.safe
+
+    @property
+    def by_probes(self) -> ByProbes:
+        """The estimate by probes; raises where the memory had none."""
+        if self.probes is None:
+            raise ArgumentError(
+                f"there is no forecast by probes: {self.missing}. Keep them while the data is there: "
+                "Memory.of(posterior, model, gaussian_probes(loader), kept_answers(model, loader, likelihood))."
+            )
+        return self.probes
+
+    @property
+    def by_layer(self) -> dict[str, float]:
+        """The quadratic's parts by the module that has the parameters."""
+        found: dict[str, float] = {}
+        for name, value in self.by_parameter.items():
+            layer = name.rpartition(".")[0] or name
+            found[layer] = found.get(layer, 0.0) + value
+        return found
+
+    @property
+    def trusted(self) -> bool:
+        """Whether nothing speaks against it."""
+        return not self.doubts
+
+    def __str__(self) -> str:
+        lines = [f"{self.rise:.4f} nats per old {self.unit}"]
+        if self.probes is not None:
+            lines[0] += f", hardly above {self.safe:.4f}"
+        lines.append(f"  the quadratic, a local estimate that ranks: {self.quadratic:.4f}")
+        longest = sorted(self.by_layer.items(), key=lambda each: -each[1])[:5]
+        lines += [f"    {layer}: {value:.4f}" for layer, value in longest]
+        return "\n".join([*lines, *(f"  {doubt}" for doubt in self.doubts)])
+
+
+def forecast(
+    model: nn.Module,
+    posterior: Posterior | Memory,
+    *,
+    draws: int = _DRAWS,
+    seed: int = 0,
+    forward: Callable[[nn.Module, Any], Any] | None = None,
+) -> Forecast:
+    """How much the old loss has risen at the model's present weights, without any old data.
+
+    With a memory that has probes of inputs and kept answers, the model and the old one (itself at the mean) are asked
+    about `draws` probes, and the kept answers are moved as these were. Any checkpoint of the same model will do.
+
+        print(holdfast.forecast(model, holdfast.load("memory.safetensors")))
+    """
+    inner, known = unwrapped(model), as_posterior(posterior)
+    if not known.num_data:
+        raise ArgumentError("a prior stands for no data: there is nothing of which a rise could be foretold.")
+    params = matched(inner, shapes(known.mean), ties=known.ties)
+    with torch.no_grad():
+        delta = known.delta(
+            {name: parameter.detach().to(known.mean[name].device) for name, parameter in params.items()}
+        )
+        _require_finite(delta)
+        pull = known.precision.matvec({name: delta[name] for name in known.precision.shapes})
+    parts = {
+        name: 0.5 * float((delta[name].double() * value.double()).sum()) / known.num_data
+        for name, value in pull.items()
+    }
+    found, lacks = None, missing(posterior)
+    if isinstance(posterior, Memory) and not lacks:
+        estimate, now = asked(inner, posterior, draws, seed, forward)
+        found = estimate.rise(now())
+    doubts = _doubts(inner, known, params, sum(parts.values()), found)
+    return Forecast(sum(parts.values()), parts, found, doubts, known.unit, lacks)
+
+
+def _doubts(
+    model: nn.Module, known: Posterior, params: dict[str, Any], quadratic: float, found: ByProbes | None
+) -> tuple[str, ...]:
+    said = []
+    inside = {id(parameter) for parameter in params.values()}
+    new = [name for name, p in all_parameters(model).items() if id(p) not in inside and p.requires_grad]
+    free = [name for name in known.mean if name not in known.precision.shapes]
+    if new:
+        said.append(
+            f"The memory knows nothing of {some(new)}, which trains: a new head? What it answers is not in this."
+        )
+    if free:
+        said.append(f"The memory says nothing about {some(free)}: the quadratic does not see them move.")
+    if found is None:
+        said.append("The quadratic alone ranks checkpoints; how much is lost may be many times what it says.")
+    elif found.moved > FAR:
+        said.append(
+            f"The answers to probes moved {found.moved:.1f} times as far as they lie apart, farther than forecasts "
+            "were checked: train anew on all of the data, if it can be had."
+        )
+    elif found.rise > 0.01 and not 1 / _APART <= quadratic / found.rise <= _APART:
+        said.append(
+            f"The quadratic says {quadratic:.3g} where probes say {found.rise:.3g}: it is not to be believed here."
+        )
+    return tuple(said)
+
+
+def _require_finite(delta: dict[str, Tensor]) -> None:
+    broken = [name for name, value in delta.items() if not bool(value.isfinite().all())]
+    if broken:
+        raise MismatchError(f"{some(broken)} of the model is not finite: there is nothing to forecast.")

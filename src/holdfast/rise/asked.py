@@ -1,0 +1,73 @@
+"""The model asked about probes, now and as it was: what the rise of the old loss is told from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import ArgumentError
+from ..likelihood import Likelihood, tokens
+from ..posterior import Memory, Posterior
+from ..posterior.recalled import Forward, recalled
+from ..untouched import untouched
+from .paired import Paired
+
+_BATCH = 250
+
+
+def asked(
+    model: nn.Module, memory: Memory, draws: int, seed: int, forward: Callable[[nn.Module, Any], Any] | None
+) -> tuple[Paired, Callable[[], Tensor]]:
+    """The kept answers beside probes, and a way to ask the model about these at its present weights."""
+    if memory.probes is None or memory.answers is None:
+        raise ArgumentError(f"no estimate by probes: {missing(memory)}.")
+    if not isinstance(draws, int) or isinstance(draws, bool) or draws < 1:
+        raise ArgumentError(f"draws is a number of probes, 1 or more, got {draws!r}.")
+    device = next(model.parameters()).device
+    dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
+    generator = torch.Generator(device).manual_seed(seed)
+    probes, plain = memory.probes.to(device), _plain(forward)
+    inputs = [probes.draw(min(_BATCH, draws - start), generator) for start in range(0, draws, _BATCH)]
+    inputs = [each.to(dtype) if each.is_floating_point() else each for each in inputs]
+    single = _each(memory)
+    old = recalled(model, memory, forward=plain)
+    then = torch.cat([single.each(old(each))[0].float() for each in inputs])
+
+    def now() -> Tensor:
+        with untouched(model), torch.no_grad():
+            return torch.cat([single.each(plain(model, each))[0].float() for each in inputs])
+
+    return Paired(memory.answers.to(device), then), now
+
+
+def _each(memory: Memory) -> Likelihood:
+    """How a model's output is cut into single answers. Where positions are shifted, every one but the last."""
+    answers = memory.answers
+    if answers is None:
+        raise ArgumentError("the memory has no answers.")
+    return tokens(shift=False) if answers.unit == "token" else answers.likelihood
+
+
+def missing(memory: Posterior | Memory) -> str:
+    """Why there is no estimate by probes; nothing if there is one."""
+    if not isinstance(memory, Memory):
+        return "a posterior alone has no probes"
+    if memory.probes is None or memory.answers is None:
+        lacks = " nor ".join(what for what in ("probes", "answers") if getattr(memory, what) is None)
+        return f"the memory has no {lacks}"
+    if memory.probes.layer:
+        return f"probes at `{memory.probes.layer}` see nothing of what changed below it"
+    if memory.probes.unit != memory.answers.unit:
+        return f"the probes count {memory.probes.unit}s and the answers {memory.answers.unit}s"
+    return ""
+
+
+def _plain(forward: Callable[[nn.Module, Any], Any] | None) -> Forward:
+    def called(model: nn.Module, inputs: Any) -> Any:
+        output = forward(model, inputs) if forward is not None else model(inputs)
+        return getattr(output, "logits", output)
+
+    return called
