@@ -1,0 +1,295 @@
+"""Does a forecast come true? Models learn one task, then another in some way; the old loss rises, and was it foretold?
+
+    python benchmarks/forecast.py --out benchmarks/results/forecast.json --figure docs/forecast.svg
+
+The cases were written down before any of them was run, and the forecast was designed on others (MNIST, seeds from 500
+on). A rise is that of the loss on held-out data of the old task. Files of MNIST and Fashion-MNIST: see `holdfast bench`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import platform
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import holdfast
+from holdfast.bench import data
+from holdfast.bench.networks import Gpt
+from holdfast.bench.streams import permuted, rotated, split, texts
+from holdfast.bench.tasks import Task
+from holdfast.report.canvas import COLORS, picture, plain
+
+SMALL = 0.01  # nats: rises below are scored by how far off the forecast is
+
+
+@dataclass(frozen=True)
+class Scene:
+    """A model that learned one task, and the task that comes next."""
+
+    dataset: str
+    switch: str
+    network: str
+    seed: int
+
+
+SCENES = [
+    Scene("fashion", "permuted", "relu", 1),
+    Scene("fashion", "rotated", "relu", 2),
+    Scene("fashion", "domain", "relu", 3),
+    Scene("fashion", "class", "relu", 4),
+    Scene("fashion", "rotated", "conv", 5),
+    Scene("fashion", "domain", "conv", 6),
+    Scene("fashion", "class", "conv", 7),
+    Scene("fashion", "permuted", "gelu", 8),
+    Scene("mnist", "rotated", "deep", 9),
+    Scene("mnist", "class", "conv", 10),
+    Scene("mnist", "domain", "gelu", 11),
+    Scene("digits", "permuted", "tanh", 12),
+    Scene("digits", "class", "relu", 13),
+    Scene("digits", "domain", "relu", 14),
+    Scene("text", "code to prose", "gpt", 15),
+    Scene("text", "prose to code", "gpt", 16),
+]
+# How the next task is learned: held how, and for which part of the epochs.
+WAYS = {
+    "fine-tuning": (None, 1.0), "briefly": (None, 0.2), "EWC, 1": ("diagonal", 1.0), "Kronecker, 1": ("kronecker", 1.0),
+    "answers, 1": ("answers", 1.0),
+}  # fmt: skip
+EPOCHS = {"digits": 20, "text": 2, "mnist": 3, "fashion": 3}
+
+
+def tasks(scene: Scene) -> list[Task]:
+    if scene.dataset == "text":
+        found = [_shortened(task, 900) for task in texts(data.text_domains(), 64)]
+        return found if scene.switch == "code to prose" else found[::-1]
+    images = {"digits": data.digits, "mnist": data.mnist, "fashion": data.fashion_mnist}[scene.dataset]()
+    generator = torch.Generator().manual_seed(scene.seed)
+    rows = [
+        torch.randperm(len(y), generator=generator)[:most]
+        for y, most in ((images.train_y, 8000), (images.test_y, 2500))
+    ]
+    images = replace(
+        images, train_x=images.train_x[rows[0]], train_y=images.train_y[rows[0]],
+        test_x=images.test_x[rows[1]], test_y=images.test_y[rows[1]],
+    )  # fmt: skip
+    if scene.switch == "permuted":
+        return permuted(images, 2, scene.seed)
+    if scene.switch == "rotated":
+        return rotated(images, [0.0, 60.0])
+    return split(images, scene.switch, flat=scene.network != "conv")[:2]
+
+
+def _shortened(task: Task, most: int) -> Task:
+    return replace(task, train=task.train.first(most), test=task.test.first(most // 4))
+
+
+def network(scene: Scene, x: Tensor, outputs: int) -> nn.Module:
+    torch.manual_seed(scene.seed)
+    if scene.network == "gpt":
+        return Gpt(256, 64, 64, 2, 4)
+    if scene.network == "conv":
+        side = x.shape[-1] // 4
+        return nn.Sequential(
+            nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(8, 16, 3, padding=1), nn.ReLU(),
+            nn.MaxPool2d(2), nn.Flatten(), nn.Linear(16 * side**2, 64), nn.ReLU(), nn.Linear(64, outputs),
+        )  # fmt: skip
+    bend = {"relu": nn.ReLU, "deep": nn.ReLU, "tanh": nn.Tanh, "gelu": nn.GELU}[scene.network]
+    widths = [x[0].numel(), *[100] * (4 if scene.network == "deep" else 2)]
+    layers = [layer for pair in zip(widths, widths[1:], strict=False) for layer in (nn.Linear(*pair), bend())]
+    return nn.Sequential(nn.Flatten(), *layers, nn.Linear(widths[-1], outputs))
+
+
+def train(model: nn.Module, x: Tensor, y: Tensor, steps: int, likelihood: Any, seed: int, held: Any = None) -> None:
+    optimizer = torch.optim.Adam(model.parameters())
+    generator = torch.Generator().manual_seed(seed)
+    model.train()
+    with nullcontext() if held is None else held(optimizer, model):
+        for _, rows in zip(range(steps), _batches(len(x), generator), strict=False):
+            optimizer.zero_grad()
+            (likelihood.nll(model(x[rows]), y[rows]).sum() / y[rows].numel()).backward()
+            optimizer.step()
+    model.eval()
+
+
+def _batches(size: int, generator: torch.Generator) -> Iterator[Tensor]:
+    while True:
+        yield from torch.randperm(size, generator=generator).split(64)
+
+
+@torch.no_grad()
+def loss(model: nn.Module, x: Tensor, y: Tensor, likelihood: Any) -> float:
+    return (
+        sum(float(likelihood.nll(model(a), b).sum()) for a, b in zip(x.split(250), y.split(250), strict=True))
+        / y.numel()
+    )
+
+
+@dataclass(frozen=True)
+class Made:
+    """A scene whose first task is learned and remembered."""
+
+    model: nn.Module
+    memory: holdfast.Memory
+    diagonal: holdfast.Posterior
+    old: Task
+    new: Task
+    steps: int
+    likelihood: Any
+
+    @property
+    def count(self) -> int:
+        return self.new.train.y.numel()
+
+
+def made(scene: Scene) -> Made:
+    old, new = tasks(scene)
+    likelihood = holdfast.tokens(shift=False) if scene.dataset == "text" else holdfast.categorical
+    outputs = 1 + int(max(task.train.y.max() for task in (old, new)))
+    x, y = old.train.x, old.train.y
+    model = network(scene, x, outputs)
+    steps = EPOCHS[scene.dataset] * -(-len(x) // 64)
+    train(model, x, y, steps, likelihood, scene.seed)
+    batches = list(zip(x.split(250), y.split(250), strict=True))
+    posterior, diagonal = (
+        holdfast.consolidate(holdfast.prior(model), model, fisher(model, batches, likelihood, targets="sampled"))
+        for fisher in (holdfast.kronecker_fisher, holdfast.diagonal_fisher)
+    )
+    probes: holdfast.Probes = (
+        holdfast.own_text(model, count=300, length=64, num_data=y.numel(), start=x[:300, :1])
+        if scene.dataset == "text"
+        else holdfast.gaussian_probes(batches)
+    )
+    answers = holdfast.kept_answers(model, batches, likelihood)
+    memory = holdfast.Memory.of(posterior, model, probes, answers)
+    return Made(model, memory, diagonal, old, new, steps, likelihood)
+
+
+def learned(scene: Scene, start: Made, way: str) -> nn.Module:
+    """The model after the next task."""
+    kind, part = WAYS[way]
+    model = copy.deepcopy(start.model)
+    held: Callable[..., Any] | None = None
+    if kind is not None:
+        term = {
+            "diagonal": lambda: start.diagonal, "kronecker": lambda: start.memory.posterior,
+            "answers": lambda: holdfast.distill(model, start.memory, likelihood=start.likelihood, batch=64),
+        }[kind]()  # fmt: skip
+        unit = start.likelihood.unit
+        held = lambda optimizer, run: holdfast.hold(optimizer, run, term, num_data=start.count, unit=unit)  # noqa: E731
+    x, y = start.new.train.x, start.new.train.y
+    train(model, x, y, max(1, round(part * start.steps)), start.likelihood, scene.seed + 1000, held)
+    return model
+
+
+def measured(scene: Scene) -> list[dict[str, Any]]:
+    start = made(scene)
+    x, y = start.old.test.x, start.old.test.y
+    before, found = loss(start.model, x, y, start.likelihood), []
+    for way in WAYS:
+        model = learned(scene, start, way)
+        said = holdfast.forecast(model, start.memory)
+        found.append({
+            "dataset": scene.dataset, "switch": scene.switch, "network": scene.network, "seed": scene.seed, "way": way,
+            "before": before, "rise": loss(model, x, y, start.likelihood) - before, "forecast": said.rise,
+            "safe": said.safe, "by_outputs": said.by_probes.by_outputs, "quadratic": said.quadratic,
+            "by_probabilities": said.by_probes.by_probabilities, "moved": said.by_probes.moved,
+            "doubts": list(said.doubts),
+        })  # fmt: skip
+        print(f"{scene.dataset}, {scene.switch}, {scene.network}, {way}: {found[-1]['rise']:.4f}, foretold "
+              f"{said.rise:.4f}, below {said.safe:.4f}, quadratic {said.quadratic:.4f}", flush=True)  # fmt: skip
+    return found
+
+
+def right(run: dict[str, Any], by: str = "forecast") -> bool:
+    """Within a factor of two; of a small rise, within so many nats."""
+    rise, said = run["rise"], run[by]
+    return abs(rise - said) <= SMALL if rise < SMALL else said / 2 <= rise <= 2 * said
+
+
+def table(runs: list[dict[str, Any]]) -> str:
+    lines = [
+        "| switch | network | " + " | ".join(WAYS) + " |", "|---|---|" + "---|" * len(WAYS),
+    ]  # fmt: skip
+    scenes = list(dict.fromkeys((run["dataset"], run["switch"], run["network"]) for run in runs))
+    for dataset, switch, name in scenes:
+        mine = {
+            run["way"]: run
+            for run in runs
+            if (run["dataset"], run["switch"], run["network"]) == (dataset, switch, name)
+        }
+        cells = [
+            f"{mine[way]['rise']:.3f} / {mine[way]['forecast']:.3f}{'' if right(mine[way]) else ' ✗'}" for way in WAYS
+        ]
+        lines.append(f"| {dataset}, {switch} | {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def summary(runs: list[dict[str, Any]]) -> str:
+    lines = ["| forecast | within 2× (or 0.01) | not above the safe bound |", "|---|---|---|"]
+    for title, by in (("by probes", "forecast"), ("the quadratic, Kronecker", "quadratic")):
+        hits = sum(right(run, by) for run in runs)
+        under = f"{sum(run['rise'] <= run['safe'] for run in runs)} of {len(runs)}" if by == "forecast" else "–"
+        lines.append(f"| {title} | {hits} of {len(runs)} ({100 * hits / len(runs):.0f} %) | {under} |")
+    return "\n".join(lines)
+
+
+def drawn(runs: list[dict[str, Any]]) -> str:
+    """Rise against forecast, each case a point."""
+
+    def draw(figure: Any) -> None:
+        axes = figure.subplots(1, 2, sharey=True)
+        for axis, by, title in zip(axes, ("forecast", "quadratic"), ("by probes", "the quadratic alone"), strict=True):
+            for color, name in zip(COLORS[1:], dict.fromkeys(run["network"] for run in runs), strict=False):
+                mine = [run for run in runs if run["network"] == name]
+                x, y = ([max(run[each], 1e-3) for run in mine] for each in (by, "rise"))
+                axis.scatter(x, y, s=18, color=color, label=name)
+            ends = [1e-3, 20]
+            for factor, style in ((1, "-"), (2, ":"), (0.5, ":")):
+                axis.plot(ends, [factor * end for end in ends], style, color=COLORS[0], linewidth=0.8)
+            axis.set_xscale("log"), axis.set_yscale("log")
+            axis.set_title(title, loc="left", fontsize=11)
+            plain(axis, "foretold, nats per old example", "the rise")
+        figure.legend(*axes[0].get_legend_handles_labels(), loc="lower center", ncols=6, frameon=False)
+        figure.tight_layout(rect=(0, 0.1, 1, 1))
+
+    return picture(
+        draw, (10, 4.6), "The rise of the old loss against its forecast, by probes and by the quadratic alone"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--scenes", type=int, nargs="*", help="the seeds of some scenes, else all")
+    parser.add_argument("--out", type=Path, help="write the results as JSON; scenes that are there are not run again")
+    parser.add_argument("--figure", type=Path, help="draw them")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    kept = json.loads(options.out.read_text(encoding="utf-8"))["runs"] if options.out and options.out.exists() else []
+    for scene in SCENES:
+        known = any(run["seed"] == scene.seed for run in kept)
+        if known or (options.scenes and scene.seed not in options.scenes):
+            continue
+        kept += measured(scene)
+        if options.out:
+            results = {
+                "torch": torch.__version__, "python": platform.python_version(), "holdfast": holdfast.__version__,
+                "date": date.today().isoformat(), "runs": kept,
+            }  # fmt: skip
+            options.out.write_text(json.dumps(results) + "\n", encoding="utf-8")
+    print(table(kept), summary(kept), sep="\n\n")
+    if options.figure:
+        options.figure.write_text(drawn(kept) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
