@@ -16,6 +16,7 @@ from .curvature import (
 from .distill import Distillation, distill, distillation_loss, new_inputs, own_text
 from .errors import (
     ArgumentError,
+    BudgetError,
     CheckError,
     DataError,
     HoldfastError,
@@ -27,7 +28,7 @@ from .errors import (
 )
 from .forecast import ByProbes, Forecast, forecast, kept_answers
 from .head import LinearHead, RandomFeatures, linear_head, random_features
-from .hold import Handle, hold
+from .hold import Handle, Spent, hold
 from .likelihood import Likelihood, bernoulli, categorical, custom, gaussian, tokens
 from .penalty import Quadratic, Term, penalty, penalty_gradient
 from .posterior import Memory, Posterior, consolidate, consolidate_, merge, prior, recalled, restore_
@@ -40,6 +41,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Answers",
     "ArgumentError",
+    "BudgetError",
     "ByProbes",
     "CheckError",
     "Coverage",
@@ -71,6 +73,7 @@ __all__ = [
     "SignedDiagonal",
     "SingularError",
     "Source",
+    "Spent",
     "Sum",
     "Term",
     "batch_sum_fisher",

@@ -28,6 +28,10 @@ class InertError(HoldfastError, RuntimeError):
     """A penalty that would do nothing, or did nothing."""
 
 
+class BudgetError(HoldfastError, RuntimeError):
+    """A budget that cannot be kept together with any learning."""
+
+
 class CheckError(HoldfastError, RuntimeError):
     """A fast path and the plain one disagree: nothing is returned rather than something wrong."""
 

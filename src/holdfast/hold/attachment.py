@@ -18,6 +18,7 @@ from ..penalty import Drawn, Quadratic, Term
 from ..posterior import Memory, Posterior, as_posterior
 from ..posterior.product import require_counted_once
 from ..precision import Precision
+from .budget import Budget, Spent
 from .guard import (
     Watch,
     parameters,
@@ -45,6 +46,7 @@ def hold(
     unit: str = "example",
     every: int = 1,
     rotate: bool = False,
+    budget: float | None = None,
 ) -> Handle:
     """Hold `model` to `posterior` while `optimizer` trains it, in any loop: nll.mean() + strength · penalty / num_data.
 
@@ -56,6 +58,10 @@ def hold(
     The pull of a Kronecker precision is two matrix products per layer; with `every=k` it is computed at every kth step
     and used again in between. `rotate=True` lets the optimizer step in the eigenvectors of its factors, in which a
     stiff hold is one number per coordinate: Adam then stands larger learning rates. Start a fresh optimizer with it.
+
+    With `budget`, the old loss may rise by at most so many nats per old example: the strength then follows what is
+    spent, which a memory with probes and answers tells best, and `finish()` (or the end of the `with` block) brings the
+    model inside.
 
         with holdfast.hold(optimizer, model, posterior, num_data=len(dataset)):
             train(model, optimizer, loader)
@@ -86,7 +92,8 @@ def hold(
         raise ArgumentError("rotate=True turns steps into the eigenvectors of a posterior, and none is held to here.")
     # A flat prior pulls nowhere: there is nothing to turn to.
     turn = Rotation(held, optimizers, model.parameters()) if rotate and held else None
-    handle = Handle(optimizers, model, terms, count, strength, turn)
+    allowed = None if budget is None else Budget(budget, _one(posterior), terms)
+    handle = Handle(optimizers, model, terms, count, strength, turn, allowed)
     handle._attach()
     return handle
 
@@ -102,6 +109,7 @@ class Handle:
         num_data: float,
         strength: float,
         rotation: Rotation | None = None,
+        budget: Budget | None = None,
     ) -> None:
         self._optimizers = optimizers
         self._model = model
@@ -109,6 +117,7 @@ class Handle:
         self._num_data = num_data
         self._strength = require_number(strength, "strength")
         self._rotation = rotation
+        self._budget = budget
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._steps = {id(optimizer): 0 for optimizer in optimizers}
         self._steps_under_way: dict[int, FrameType] = {}
@@ -151,12 +160,26 @@ class Handle:
             "holdfast/strength": self.strength,
             "holdfast/steps": float(self.steps),
             "holdfast/held_parameters": float(sum(p.numel() for p in self._held.values())),
+            **({} if self._budget is None else {"holdfast/spent": self._budget.spent}),
         }
 
+    def finish(self) -> Spent:
+        """Bring the model inside its budget, and say what was spent: before the last save. Training is over then."""
+        if self._budget is None:
+            raise ArgumentError("there is no budget to finish: hold(..., budget=0.05) sets one.")
+        return self._budget.finish(self._model, self.strength)
+
+    @property
+    def spent(self) -> Spent | None:
+        """What came of the budget, once it is finished."""
+        return None if self._budget is None else self._budget.finished
+
     def remove(self) -> None:
-        """Let go. Raises if an optimizer with something to hold never made a step."""
+        """Let go, inside the budget if there is one. Raises if an optimizer with something to hold made no step."""
         attached = bool(self._hooks)
         self._detach()
+        if attached and self._budget is not None and self._budget.finished is None and self.steps:
+            self.finish()
         ids = {id(parameter) for parameter in self._held.values() if parameter.requires_grad}
         for optimizer in self._optimizers if attached else []:
             if not self._steps[id(optimizer)] and any(id(parameter) in ids for parameter in parameters(optimizer)):
@@ -276,6 +299,20 @@ class Handle:
             if self._rotation is not None:
                 self._rotation.after(self._held)
             self._watches[id(optimizer)].after(optimizer)
+            if self._budget is not None and optimizer is self._optimizers[-1]:
+                self._budget.finished = None  # what is trained on is not finished
+                self.strength = self._budget.turn(self._model, self.strength)
+
+
+def _one(given: Held | Sequence[Held]) -> Posterior | Memory:
+    """The memory that a budget is kept of."""
+    every = given if isinstance(given, Sequence) else [given]
+    found = [each for each in every if isinstance(each, (Posterior, Memory))]
+    if len(found) != 1:
+        raise ArgumentError(
+            f"a budget is kept of one memory, got {len(found)}: hold(optimizer, model, [memory, term], budget=...)."
+        )
+    return found[0]
 
 
 def _as_term(held: Held, model: nn.Module) -> Term:

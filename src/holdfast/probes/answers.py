@@ -35,9 +35,6 @@ class Answers:
             raise ArgumentError("answers are outputs of a model, floating-point numbers, at least one of them.")
         if not bool(self.outputs.isfinite().all()) or not 0 < self.num_data < float("inf"):
             raise ArgumentError("answers must be finite, and stand for a positive number of examples.")
-        likelihood.nll(self.outputs[:1], self.labels[:1])
-        if len(self.labels) != len(self.outputs):
-            raise ArgumentError(f"there are {len(self.outputs)} outputs and {len(self.labels)} labels.")
         likelihood.require(self.outputs, self.labels)
 
     def __repr__(self) -> str:

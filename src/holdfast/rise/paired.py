@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -13,8 +12,8 @@ from ..likelihood import Likelihood
 from ..probes import Answers
 
 NEAR = 10  # probes that an answer is moved by, those that were answered most alike
-# Times the larger of two estimates: what the rise was never above where this was designed (docs/forecast.md).
-SAFE = 1.5
+# Times the larger of two estimates: what the rise was hardly ever above where this was designed (docs/forecast.md).
+SAFE = 2.0
 _ENTRIES = 2**24  # moved answers at once
 
 
@@ -33,9 +32,8 @@ class ByProbes:
 
     @property
     def rise(self) -> float:
-        """The geometric mean of both ways; their mean where one of them is no rise."""
-        a, b = self.by_outputs, self.by_probabilities
-        return math.sqrt(a * b) if min(a, b) > 0 else (a + b) / 2
+        """The estimate: by outputs, which came closest most often."""
+        return self.by_outputs
 
     @property
     def safe(self) -> float:

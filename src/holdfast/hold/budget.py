@@ -1,0 +1,140 @@
+"""At most so much forgetting: a strength that follows what is spent, and a finish that brings the model inside."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import ArgumentError, BudgetError, require_number
+from ..params import matched, shapes
+from ..penalty import Term
+from ..posterior import Memory, Posterior, as_posterior
+from ..rise import asked, missing
+
+_EVERY = 5  # steps between two looks at what is spent
+_GAIN = 0.1  # by how much of the logarithm of what is spent over the budget the strength's follows
+_LEAST, _MOST = 1e-3, 1e5
+_PATIENCE = 40  # looks at the strongest hold after which there is no hope
+_SMALLEST = 1e-4  # nats: below, the rounding of a loss is in the way
+_DRAWS, _LAST_DRAWS = 500, 2000  # probes asked about at each look, and at the end
+_HALVINGS = 20
+_NOTHING = 0.02  # of the way from the old weights to the new: so little is no learning
+
+Forward = Callable[[nn.Module, Any], Any]
+
+
+@dataclass(frozen=True)
+class Spent:
+    """What came of a budget: the estimated rise of the old loss in nats per old example, and what it took."""
+
+    budget: float
+    rise: float
+    strength: float  # where it settled
+    kept: float  # how much of the way from the old weights the model went: 1 where the finish had nothing to do
+    by: str  # what the rise is told by
+
+    def __str__(self) -> str:
+        way = "" if self.kept == 1 else f", {100 * self.kept:.0f} % of the way kept"
+        return f"{self.rise:.4f} of {self.budget:g} nats spent (by {self.by}), strength {self.strength:.3g}{way}"
+
+
+@dataclass
+class Budget:
+    """The rise that is allowed, and the gauge that tells how much of it is spent."""
+
+    limit: float
+    memory: Posterior | Memory
+    terms: Sequence[Term]
+    forward: Forward | None = None
+    spent: float = 0.0
+    finished: Spent | None = None
+    _looks: int = field(default=0, repr=False)
+    _hopeless: int = field(default=0, repr=False)
+    _gauge: Callable[[], float] | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        self.limit = require_number(self.limit, "a budget, in nats per old example,", positive=True)
+        if self.limit < _SMALLEST:
+            raise ArgumentError(f"a budget of {self.limit:g} nats is less than can be told: {_SMALLEST:g} or more.")
+        if not self._by_probes and not sum(term.num_data for term in self.terms):
+            raise ArgumentError(
+                f"nothing tells what is spent of a budget: {missing(self.memory)}, and the posterior is a prior alone."
+            )
+
+    @property
+    def by(self) -> str:
+        """What the rise is told by."""
+        return "probes" if self._by_probes else "the quadratic, a local estimate"
+
+    @property
+    def _by_probes(self) -> bool:
+        return not missing(self.memory)
+
+    def turn(self, model: nn.Module, strength: float) -> float:
+        """After a step: look at what is spent, every few of them, and say which strength to go on with."""
+        self._looks += 1
+        if self._looks % _EVERY:
+            return strength
+        if self._gauge is None:
+            self._gauge = self._made(model, _DRAWS, 0)
+        self.spent = self._gauge()
+        over = math.log(max(self.spent, 1e-12) / self.limit)
+        found = min(_MOST, max(_LEAST, strength * math.exp(_GAIN * min(1.0, max(-1.0, over)))))
+        self._hopeless = self._hopeless + 1 if found == _MOST and self.spent > self.limit else 0
+        if self._hopeless >= _PATIENCE:
+            raise BudgetError(
+                f"a budget of {self.limit:g} nats cannot be kept with any learning: at strength {_MOST:g}, "
+                f"{self.spent:.3g} are spent. Allow more, take smaller steps, or train on old and new data together."
+            )
+        return found
+
+    @torch.no_grad()
+    def finish(self, model: nn.Module, strength: float) -> Spent:
+        """Go back toward the old weights, as far as it takes: θ ← μ + s (θ − μ), the largest s inside the budget."""
+        gauge = self._made(model, _LAST_DRAWS, 1)  # other probes than those the strength was steered by
+        posterior = as_posterior(self.memory)
+        params = matched(model, shapes(posterior.mean), ties=posterior.ties)
+        there = {name: parameter.detach().clone() for name, parameter in params.items()}
+        start = {name: posterior.mean[name].to(value) for name, value in there.items()}
+        self.spent, kept = gauge(), 1.0
+        if self.spent > self.limit:
+            low, high = 0.0, 1.0
+            for _ in range(_HALVINGS):
+                middle = (low + high) / 2
+                _place(params, start, there, middle)
+                low, high = (middle, high) if gauge() <= self.limit else (low, middle)
+            if low < _NOTHING:
+                _place(params, start, there, 1.0)
+                raise BudgetError(
+                    f"a budget of {self.limit:g} nats would leave {100 * low:.1f} % of the way from the old weights: "
+                    f"nothing is learned. The model is as it was trained, with {self.spent:.3g} nats spent. "
+                    "Allow more, hold by answers (holdfast.distill), or train on old and new data together."
+                )
+            _place(params, start, there, low)
+            self.spent, kept = gauge(), low
+        self.finished = Spent(self.limit, self.spent, strength, kept, self.by)
+        return self.finished
+
+    def _made(self, model: nn.Module, draws: int, seed: int) -> Callable[[], float]:
+        if not isinstance(self.memory, Memory) or not self._by_probes:
+            old = sum(term.num_data for term in self.terms)
+            return lambda: sum(float(term.value(model)) for term in self.terms) / old
+        estimate, now = asked(model, self.memory, draws, seed, self.forward)
+
+        def rise() -> float:
+            found = estimate.rise(now())
+            return max(found.by_outputs, found.by_probabilities)
+
+        return rise
+
+
+def _place(
+    params: Mapping[str, nn.Parameter], start: Mapping[str, Tensor], end: Mapping[str, Tensor], part: float
+) -> None:
+    for name, parameter in params.items():
+        parameter.copy_(end[name] if part == 1 else torch.lerp(start[name], end[name], part))

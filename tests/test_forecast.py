@@ -1,0 +1,368 @@
+"""What will be forgotten: the quadratic's parts, kept answers moved as probes were, and budgets."""
+
+import copy
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import holdfast
+from holdfast.rise import Paired
+
+
+def clouds(turn=0.0, rows=1500):
+    """Three classes in ten dimensions, told apart by directions that `turn` turns."""
+    generator = torch.Generator().manual_seed(7)
+    x = torch.randn(rows, 10, generator=generator)
+    z = math.cos(turn) * x[:, :3] + math.sin(turn) * x[:, 3:6]
+    return x, z.argmax(1)
+
+
+def trained(x, y, steps=200):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(10, 40), nn.ReLU(), nn.Linear(40, 3))
+    fit(model, x, y, steps)
+    return model
+
+
+def fit(model, x, y, steps, held=None):
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    handle = None if held is None else held(optimizer)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    if handle is not None:
+        handle.remove()
+    return handle
+
+
+def loss(model, x, y):
+    with torch.no_grad():
+        return float(F.cross_entropy(model(x), y))
+
+
+@pytest.fixture(scope="module")
+def scene():
+    x, y = clouds()
+    model = trained(x, y)
+    fisher = holdfast.kronecker_fisher(model, [(x, y)], holdfast.categorical)
+    posterior = holdfast.consolidate(holdfast.prior(model), model, fisher)
+    answers = holdfast.kept_answers(model, [(x, y)], holdfast.categorical)
+    return model, holdfast.Memory.of(posterior, model, holdfast.gaussian_probes([(x, y)]), answers), x, y
+
+
+class TestForecast:
+    def test_nothing_moved_and_nothing_is_lost(self, scene):
+        model, memory, _, _ = scene
+        said = holdfast.forecast(model, memory)
+        assert said.rise == said.quadratic == 0
+        assert said.safe == 0
+        assert said.trusted
+
+    def test_the_quadratic_is_the_penalty_per_example_and_its_parts_add_up(self, scene):
+        model, memory, _, _ = scene
+        other = copy.deepcopy(model)
+        with torch.no_grad():
+            for parameter in other.parameters():
+                parameter += 0.05
+        said = holdfast.forecast(other, memory.posterior)
+        expected = float(holdfast.penalty(other, memory.posterior).detach()) / memory.num_data
+        assert said.quadratic == pytest.approx(expected, rel=1e-5)
+        assert sum(said.by_parameter.values()) == pytest.approx(said.quadratic)
+        assert set(said.by_layer) == {"0", "2"}
+        assert said.by_layer["0"] == pytest.approx(said.by_parameter["0.weight"] + said.by_parameter["0.bias"])
+
+    @pytest.mark.parametrize("steps", [3, 10, 40])
+    def test_a_rise_is_foretold_without_the_data(self, scene, steps):
+        model, memory, x, y = scene
+        other = copy.deepcopy(model)
+        fit(other, x, clouds(turn=0.7)[1], steps)
+        rise = loss(other, x, y) - loss(model, x, y)
+        said = holdfast.forecast(other, memory)
+        assert rise > 0.01
+        assert rise / 1.5 < said.rise < 1.5 * rise
+        assert rise < said.safe
+
+    def test_the_model_is_left_as_it_was(self, scene):
+        model, memory, _, _ = scene
+        other = copy.deepcopy(model).train()
+        before, state = {k: v.clone() for k, v in other.state_dict().items()}, torch.get_rng_state()
+        holdfast.forecast(other, memory)
+        assert other.training
+        assert torch.equal(torch.get_rng_state(), state)
+        assert all(torch.equal(value, before[name]) for name, value in other.state_dict().items())
+
+    def test_what_is_missing_is_said_when_it_is_asked_for(self, scene):
+        model, memory, _, _ = scene
+        said = holdfast.forecast(model, holdfast.Memory.of(memory.posterior, model, memory.probes))
+        assert any("ranks" in doubt for doubt in said.doubts)
+        with pytest.raises(holdfast.ArgumentError, match=r"has no answers.*kept_answers"):
+            _ = said.safe
+
+    def test_a_new_head_a_prior_another_model_and_broken_weights(self, scene):
+        model, memory, _, _ = scene
+        grown = nn.Sequential(*copy.deepcopy(model), nn.Linear(3, 3))
+        with pytest.raises(holdfast.MismatchError, match="which trains"):
+            holdfast.forecast(grown, memory)
+        assert any("new head" in doubt for doubt in holdfast.forecast(grown, memory.posterior).doubts)
+        with pytest.raises(holdfast.ArgumentError, match="no data"):
+            holdfast.forecast(model, holdfast.prior(model))
+        with pytest.raises(holdfast.MismatchError):
+            holdfast.forecast(nn.Linear(10, 3), memory)
+        broken = copy.deepcopy(model)
+        with torch.no_grad():
+            broken[0].weight[0, 0] = torch.nan
+        with pytest.raises(holdfast.MismatchError, match="not finite"):
+            holdfast.forecast(broken, memory)
+
+    def test_far_out_it_says_so_and_advises_to_train_anew(self, scene):
+        model, memory, _, _ = scene
+        far = copy.deepcopy(model)
+        with torch.no_grad():
+            for parameter in far.parameters():
+                parameter.mul_(-4.0)
+        said = holdfast.forecast(far, memory)
+        assert not said.trusted
+        assert any("train anew" in doubt for doubt in said.doubts)
+
+    def test_probes_at_a_layer_do_not_see_what_is_below(self, scene):
+        model, memory, x, _ = scene
+        probes = holdfast.gaussian_probes([x], model=model, layer="1")
+        said = holdfast.forecast(model, holdfast.Memory.of(memory.posterior, model, probes, memory.answers))
+        with pytest.raises(holdfast.ArgumentError, match="below it"):
+            _ = said.by_probes
+
+    @pytest.mark.parametrize("likelihood", [holdfast.gaussian(0.5), holdfast.bernoulli])
+    def test_other_likelihoods(self, likelihood):
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randn(800, 4, generator=generator)
+        y = (x @ torch.randn(4, 2, generator=generator)).sigmoid().round()
+        torch.manual_seed(0)
+        model = nn.Linear(4, 2)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+        for _ in range(100):
+            optimizer.zero_grad()
+            likelihood.nll(model(x), y).mean().backward()
+            optimizer.step()
+        posterior = holdfast.consolidate(
+            holdfast.prior(model), model, holdfast.diagonal_fisher(model, [(x, y)], likelihood)
+        )
+        answers = holdfast.kept_answers(model, [(x, y)], likelihood)
+        memory = holdfast.Memory.of(posterior, model, holdfast.gaussian_probes([x]), answers)
+        other = copy.deepcopy(model)
+        with torch.no_grad():
+            other.weight += 0.4
+            rise = float((likelihood.nll(other(x), y) - likelihood.nll(model(x), y)).mean())
+        assert rise / 1.6 < holdfast.forecast(other, memory).rise < 1.6 * rise
+
+    def test_tokens_are_answered_one_by_one(self):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(11, 8), nn.Linear(8, 11))
+        x = torch.randint(0, 11, (50, 6))
+        likelihood = holdfast.tokens(shift=True)
+        answers = holdfast.kept_answers(model, [(x, x)], likelihood, count=100)
+        assert answers.outputs.shape == (100, 11)
+        assert (answers.kind, answers.unit, answers.num_data) == ("categorical", "token", 250)
+        fisher = holdfast.diagonal_fisher(model, [(x, x)], likelihood, targets="observed")
+        posterior = holdfast.consolidate(holdfast.prior(model), model, fisher)
+        text = holdfast.own_text(model, count=40, length=6, num_data=250)
+        memory = holdfast.Memory.of(posterior, model, text, answers)
+        other = copy.deepcopy(model)
+        with torch.no_grad():
+            other[1].weight += 0.3 * torch.randn(11, 8)
+            rise = float((likelihood.nll(other(x), x) - likelihood.nll(model(x), x)).sum() / 250)
+        said = holdfast.forecast(other, memory)
+        assert said.unit == "token"
+        assert rise / 2 < said.rise < 2 * rise
+
+
+class TestPaired:
+    def test_where_probes_are_the_answers_themselves_the_rise_is_exact(self):
+        """Each answer's nearest probe is its own: z + δ is the new output, and nothing is estimated."""
+        generator = torch.Generator().manual_seed(0)
+        old, new = torch.randn(2, 60, 4, generator=generator, dtype=torch.float64)
+        labels = torch.randint(0, 4, (60,), generator=generator)
+        answers = holdfast.Answers(old, labels, "categorical", 60)
+        found = Paired(answers, old, near=1).rise(new)
+        expected = float(F.cross_entropy(new, labels) - F.cross_entropy(old, labels))
+        assert found.by_outputs == pytest.approx(expected)
+        assert found.by_probabilities == pytest.approx(expected)
+
+    def test_classes_that_were_added_take_their_part(self):
+        generator = torch.Generator().manual_seed(0)
+        old, new = torch.randn(60, 4, generator=generator), torch.randn(60, 6, generator=generator)
+        labels = torch.randint(0, 4, (60,), generator=generator)
+        found = Paired(holdfast.Answers(old, labels, "categorical", 60), old, near=1).rise(new)
+        expected = float(F.cross_entropy(new, labels) - F.cross_entropy(old, labels))
+        assert found.by_outputs == pytest.approx(expected, rel=1e-4)
+
+    def test_what_is_softmax_invariant_pairs_alike(self):
+        generator = torch.Generator().manual_seed(0)
+        old, new = torch.randn(2, 60, 4, generator=generator)
+        answers = holdfast.Answers(old, torch.randint(0, 4, (60,), generator=generator), "categorical", 60)
+        shifted = Paired(answers, old + 5.0).rise(new + 5.0)
+        assert shifted.by_outputs == pytest.approx(Paired(answers, old).rise(new).by_outputs, rel=1e-4)
+
+    def test_outputs_of_another_shape_are_refused(self):
+        answers = holdfast.Answers(torch.randn(5, 3), torch.zeros(5).long(), "categorical", 5)
+        with pytest.raises(holdfast.MismatchError, match="outputs of shape"):
+            Paired(answers, torch.randn(7, 4))
+        with pytest.raises(holdfast.MismatchError, match="answers probes with"):
+            Paired(answers, torch.randn(7, 3)).rise(torch.randn(7, 2))
+
+
+class TestAnswers:
+    def test_they_are_a_sample_whatever_the_batches_and_go_through_a_file(self, scene, tmp_path):
+        model, memory, x, y = scene
+        batches = list(zip(x.split(100), y.split(100), strict=True))
+        answers = holdfast.kept_answers(model, batches, holdfast.categorical, count=300)
+        assert answers.num_data == 1500
+        with torch.no_grad():
+            every = model(x)
+        near = torch.cdist(answers.outputs, every).min(1)
+        assert float(near.values.max()) < 1e-4
+        assert len(near.indices.unique()) == 300
+        assert 550 < float(near.indices.double().mean()) < 950  # of all batches
+        assert torch.equal(y[near.indices], answers.labels)
+        holdfast.save(memory.with_answers(answers), tmp_path / "memory")
+        found = holdfast.load(tmp_path / "memory").answers
+        assert found.num_data == 3000
+        assert torch.equal(found.outputs, memory.with_answers(answers).answers.outputs)
+
+    def test_two_tasks_take_no_more_room_and_weigh_by_their_data(self):
+        ones = holdfast.Answers(torch.ones(100, 3), torch.zeros(100).long(), "categorical", 900)
+        twos = holdfast.Answers(2 * torch.ones(100, 3), torch.ones(100).long(), "categorical", 300)
+        both = ones + twos
+        assert len(both.outputs) == 100
+        assert both.num_data == 1200
+        assert int((both.labels == 0).sum()) == 75
+        assert torch.equal(both.outputs[:, 0].long() - 1, both.labels)
+        half = both.labels[:50].double().mean()
+        assert 0.05 < float(half) < 0.5  # mixed
+
+    @pytest.mark.parametrize(
+        ("change", "match"),
+        [
+            ({"kind": "custom"}, "categorical, bernoulli, gaussian"),
+            ({"kind": "gaussian(scale=0.5)"}, "shape"),
+            ({"labels": torch.full((5,), 7)}, "3 classes"),
+            ({"labels": torch.zeros(4).long()}, "labels"),
+            ({"outputs": torch.full((5, 3), torch.nan)}, "finite"),
+            ({"num_data": 0.0}, "positive"),
+        ],
+    )
+    def test_what_cannot_be(self, change, match):
+        given = {"outputs": torch.randn(5, 3), "labels": torch.zeros(5).long(), "kind": "categorical", "num_data": 5.0}
+        with pytest.raises(holdfast.HoldfastError, match=match):
+            holdfast.Answers(**{**given, **change})
+
+    def test_likelihoods_of_ones_own_and_missing_labels_are_refused(self, scene):
+        model, _, x, y = scene
+        own = holdfast.custom(lambda output, target: F.cross_entropy(output, target, reduction="none"), name="mine")
+        with pytest.raises(holdfast.ArgumentError, match="not for 'custom"):
+            holdfast.kept_answers(model, [(x, y)], own)
+        with pytest.raises(holdfast.DataError, match="no labels"):
+            holdfast.kept_answers(model, [x], holdfast.categorical)
+        with pytest.raises(holdfast.DataError, match="no batches"):
+            holdfast.kept_answers(model, [], holdfast.categorical)
+
+    def test_different_heads_are_not_joined(self):
+        small = holdfast.Answers(torch.randn(5, 3), torch.zeros(5).long(), "categorical", 5)
+        large = holdfast.Answers(torch.randn(5, 4), torch.zeros(5).long(), "categorical", 5)
+        with pytest.raises(holdfast.MismatchError, match="head grew"):
+            small + large
+
+
+class TestBudget:
+    @pytest.mark.parametrize("budget", [0.02, 0.1])
+    def test_it_is_kept_on_the_old_data_and_the_new_task_is_learned(self, scene, budget):
+        model, memory, x, y = scene
+        new = clouds(turn=0.5)[1]
+        other = copy.deepcopy(model)
+        handle = fit(other, x, new, 300, lambda o: holdfast.hold(o, other, memory, num_data=len(x), budget=budget))
+        assert handle.spent.by == "probes"
+        assert handle.spent.rise <= budget
+        assert loss(other, x, y) - loss(model, x, y) < 1.3 * budget
+        assert loss(other, x, new) < loss(model, x, new)
+
+    def test_the_finish_goes_back_on_the_straight_line_to_the_mean(self, scene):
+        model, memory, x, _ = scene
+        other = copy.deepcopy(model)
+        optimizer = torch.optim.SGD(other.parameters(), lr=0.5)
+        handle = holdfast.hold(optimizer, other, memory, num_data=len(x), strength=1e-3, budget=0.01)
+        for _ in range(4):
+            optimizer.zero_grad()
+            F.cross_entropy(other(x), clouds(turn=1.0)[1]).backward()
+            optimizer.step()
+        before = {name: parameter.detach().clone() for name, parameter in other.named_parameters()}
+        spent = handle.finish()
+        assert 0 < spent.kept < 1
+        assert spent.rise <= 0.01
+        for name, parameter in other.named_parameters():
+            torch.testing.assert_close(
+                parameter.detach(), torch.lerp(memory.mean[name], before[name], spent.kept), rtol=1e-5, atol=1e-6
+            )
+        handle.remove()
+        assert handle.spent is spent  # nothing is finished twice
+
+    def test_inside_it_nothing_is_changed_and_the_strength_falls(self, scene):
+        model, memory, x, y = scene
+        other = copy.deepcopy(model)
+        optimizer = torch.optim.Adam(other.parameters(), lr=1e-5)
+        with holdfast.hold(optimizer, other, memory, num_data=len(x), budget=5.0) as handle:
+            for _ in range(50):
+                optimizer.zero_grad()
+                F.cross_entropy(other(x), y).backward()
+                optimizer.step()
+            before = other[0].weight.detach().clone()
+        assert handle.spent.kept == 1
+        assert torch.equal(other[0].weight, before)
+        assert handle.spent.strength < 0.5
+
+    def test_without_probes_the_quadratic_tells(self, scene):
+        model, memory, x, _ = scene
+        other = copy.deepcopy(model)
+        handle = fit(
+            other, x, clouds(turn=0.5)[1], 200,
+            lambda o: holdfast.hold(o, other, memory.posterior, num_data=len(x), budget=0.01),
+        )  # fmt: skip
+        assert "local" in handle.spent.by
+        assert float(holdfast.penalty(other, memory.posterior).detach()) / memory.num_data <= 0.0101
+
+    def test_a_budget_that_leaves_nothing_is_refused_and_nothing_is_lost(self, scene):
+        model, memory, x, _ = scene
+        other = copy.deepcopy(model)
+        optimizer = torch.optim.SGD(other.parameters(), lr=50.0)
+        handle = holdfast.hold(optimizer, other, memory, num_data=len(x), strength=0.0, budget=0.001)
+        optimizer.zero_grad()
+        F.cross_entropy(other(x), clouds(turn=1.5)[1]).backward()
+        optimizer.step()
+        before = other[0].weight.detach().clone()
+        with pytest.raises(holdfast.BudgetError, match="as it was trained"):
+            handle.finish()
+        assert torch.equal(other[0].weight, before)
+        with pytest.raises(holdfast.BudgetError):
+            handle.remove()
+
+    @pytest.mark.parametrize("budget", [0.0, -1.0, float("nan"), 1e-9])
+    def test_what_is_no_budget(self, scene, budget):
+        model, memory, x, _ = scene
+        optimizer = torch.optim.Adam(model.parameters())
+        with pytest.raises(holdfast.ArgumentError, match="budget"):
+            holdfast.hold(optimizer, model, memory, num_data=len(x), budget=budget)
+
+    def test_it_needs_one_memory_that_tells_something(self, scene):
+        model, memory, x, _ = scene
+        optimizer = torch.optim.Adam(model.parameters())
+        term = holdfast.distill(model, memory, likelihood=holdfast.categorical)
+        with pytest.raises(holdfast.ArgumentError, match="one memory, got 0"):
+            holdfast.hold(optimizer, model, term, num_data=len(x), budget=0.1)
+        with pytest.raises(holdfast.ArgumentError, match="prior alone"):
+            holdfast.hold(optimizer, model, holdfast.prior(model), num_data=len(x), budget=0.1)
+        handle = holdfast.hold(optimizer, model, term, num_data=len(x))
+        with pytest.raises(holdfast.ArgumentError, match="no budget"):
+            handle.finish()
+        handle._detach()
