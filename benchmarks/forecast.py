@@ -3,7 +3,8 @@
     python benchmarks/forecast.py --out benchmarks/results/forecast.json --figure docs/forecast.svg
 
 The cases were written down before any of them was run. The forecast was designed on others (MNIST, seeds from 500 on),
-and changed once after a first list, which is kept as such (`FIRST`); `SCENES` are those that it is judged by. A rise is that of the loss on held-out data of the old task. Where the images come from: see `holdfast bench`.
+and changed once after a first list, which is kept as such (`FIRST`); `SCENES` are those that it is judged by. A rise is
+that of the loss on held-out data of the old task. Where the images come from: see `holdfast bench`.
 """
 
 from __future__ import annotations

@@ -58,8 +58,9 @@ class TestForecast:
     def test_nothing_moved_and_nothing_is_lost(self, scene):
         model, memory, _, _ = scene
         said = holdfast.forecast(model, memory)
-        assert said.rise == said.quadratic == 0
-        assert said.safe == 0
+        assert said.quadratic == 0
+        assert abs(said.rise) < 1e-8
+        assert abs(said.safe) < 1e-8
         assert said.trusted
 
     def test_the_quadratic_is_the_penalty_per_example_and_its_parts_add_up(self, scene):
@@ -110,7 +111,7 @@ class TestForecast:
         assert any("new head" in doubt for doubt in holdfast.forecast(grown, memory.posterior).doubts)
         with pytest.raises(holdfast.ArgumentError, match="no data"):
             holdfast.forecast(model, holdfast.prior(model))
-        with pytest.raises(holdfast.MismatchError):
+        with pytest.raises(holdfast.HoldfastError, match="no parameter of the memory"):
             holdfast.forecast(nn.Linear(10, 3), memory)
         broken = copy.deepcopy(model)
         with torch.no_grad():
@@ -222,7 +223,7 @@ class TestAnswers:
         assert answers.num_data == 1500
         with torch.no_grad():
             every = model(x)
-        near = torch.cdist(answers.outputs, every).min(1)
+        near = (answers.outputs.unsqueeze(1) - every).abs().amax(-1).min(1)
         assert float(near.values.max()) < 1e-4
         assert len(near.indices.unique()) == 300
         assert 550 < float(near.indices.double().mean()) < 950  # of all batches
@@ -262,7 +263,7 @@ class TestAnswers:
     def test_likelihoods_of_ones_own_and_missing_labels_are_refused(self, scene):
         model, _, x, y = scene
         own = holdfast.custom(lambda output, target: F.cross_entropy(output, target, reduction="none"), name="mine")
-        with pytest.raises(holdfast.ArgumentError, match="not for 'custom"):
+        with pytest.raises(holdfast.ArgumentError, match="not for 'mine'"):
             holdfast.kept_answers(model, [(x, y)], own)
         with pytest.raises(holdfast.DataError, match="no labels"):
             holdfast.kept_answers(model, [x], holdfast.categorical)

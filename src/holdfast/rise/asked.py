@@ -16,6 +16,7 @@ from ..untouched import untouched
 from .paired import Paired
 
 _BATCH = 250
+_TEXTS = 64
 
 
 def asked(
@@ -30,7 +31,9 @@ def asked(
     dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
     generator = torch.Generator(device).manual_seed(seed)
     probes, plain = memory.probes.to(device), _plain(forward)
-    inputs = [probes.draw(min(_BATCH, draws - start), generator) for start in range(0, draws, _BATCH)]
+    # Of texts every position is an answer: so many fewer of them, and not too few.
+    count = draws if probes.unit == "example" else max(_TEXTS, -(-draws // max(1, probes.shape.numel())))
+    inputs = [probes.draw(min(_BATCH, count - start), generator) for start in range(0, count, _BATCH)]
     inputs = [each.to(dtype) if each.is_floating_point() else each for each in inputs]
     single = _each(memory)
     old = recalled(model, memory, forward=plain)

@@ -15,6 +15,7 @@ NEAR = 10  # probes that an answer is moved by, those that were answered most al
 # Times the larger of two estimates: what the rise was hardly ever above where this was designed (docs/forecast.md).
 SAFE = 2.0
 _ENTRIES = 2**24  # moved answers at once
+_EXACT = "donot_use_mm_for_euclid_dist"  # by products, near ones lose their digits
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class Paired:
         near = min(near, len(old))
         self._pairs = [
             torch.cat([
-                torch.cdist(part.flatten(1), probes.flatten(1)).topk(near, largest=False).indices
+                torch.cdist(part.flatten(1), probes.flatten(1), compute_mode=_EXACT).topk(near, largest=False).indices
                 for part in torch.split(seen, 1000)
             ])
             for seen, probes in zip(_views(likelihood, outputs), _views(likelihood, old), strict=True)
