@@ -1,0 +1,147 @@
+"""Is a budget kept, and at what price? The old loss may rise by so much; what it did, and what was learned.
+
+    python benchmarks/budget.py --out benchmarks/results/budget.json
+
+Beside each budget are fixed strengths on the same scene: among those that forgot no more, the best one at the new task
+is what a budget is measured against. The cases were written down before any of them was run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import platform
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+from forecast import Made, Scene, loss, made, train
+
+import holdfast
+
+SCENES = [
+    Scene("fashion", "permuted", "relu", 201),
+    Scene("fashion", "rotated", "relu", 202),
+    Scene("fashion", "domain", "gelu", 203, 1),
+    Scene("fashion", "class", "relu", 204, 1),
+    Scene("fashion", "rotated", "conv", 205),
+    Scene("mnist", "rotated", "tanh", 206),
+    Scene("mnist", "domain", "relu", 207, 1),
+    Scene("mnist", "class", "deep", 208, 1),
+    Scene("digits", "permuted", "relu", 209),
+    Scene("digits", "domain", "tanh", 210, 2),
+]
+BUDGETS = (0.02, 0.1)
+STRENGTHS = (0.1, 1.0, 10.0, 100.0, 1000.0)
+HOLDS = ("Kronecker", "answers")
+
+
+def learned(start: Made, scene: Scene, kind: str, **how: float) -> tuple[Any, Any]:
+    """The model after the next task under a hold, and the hold's handle."""
+    model, handles = copy.deepcopy(start.model), []
+    # Held by answers alone: a flat posterior holds nothing by the weights.
+    flat = holdfast.Memory.of(holdfast.prior(start.model), start.model, start.memory.probes, start.memory.answers)
+    given = (
+        start.memory
+        if kind == "Kronecker"
+        else [flat, holdfast.distill(model, start.memory, likelihood=start.likelihood, batch=64)]
+    )
+
+    def held(optimizer: Any, run: Any) -> Any:
+        handles.append(holdfast.hold(optimizer, run, given, num_data=start.count, **how))
+        return handles[-1]
+
+    train(model, start.new.train.x, start.new.train.y, start.steps, start.likelihood, scene.seed + 1000, held)
+    return model, handles[-1]
+
+
+@torch.no_grad()
+def right(model: Any, x: Any, y: Any) -> float:
+    return 100 * float((model(x).argmax(-1) == y).double().mean())
+
+
+def measured(scene: Scene) -> list[dict[str, Any]]:
+    start = made(scene)
+    old, new = start.old.test, start.new.test
+    before, found = loss(start.model, old.x, old.y, start.likelihood), []
+    for kind in HOLDS:
+        for how in (*({"budget": each} for each in BUDGETS), *({"strength": each} for each in STRENGTHS)):
+            said = ""
+            try:
+                model, handle = learned(start, scene, kind, **how)
+            except holdfast.BudgetError as error:
+                found.append({"seed": scene.seed, "hold": kind, **how, "refused": str(error)})
+                continue
+            said = str(handle.spent) if "budget" in how else ""
+            found.append({
+                "dataset": scene.dataset, "switch": scene.switch, "network": scene.network, "seed": scene.seed,
+                "hold": kind, **how, "rise": loss(model, old.x, old.y, start.likelihood) - before,
+                "new": right(model, new.x, new.y), "said": said,
+                "spent": handle.spent.rise if handle.spent else None,
+                "settled": handle.spent.strength if handle.spent else None,
+                "kept": handle.spent.kept if handle.spent else None,
+            })  # fmt: skip
+            print(scene.dataset, scene.switch, scene.network, kind, how, f"rise {found[-1]['rise']:.4f}", said,
+                  f"new {found[-1]['new']:.1f} %", flush=True)  # fmt: skip
+    return found
+
+
+def table(runs: list[dict[str, Any]]) -> str:
+    lines = [
+        "| switch | network | hold | budget | the rise | strength it settled at | new task, % | fixed strengths, % |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for run in (run for run in runs if "budget" in run and "refused" not in run):
+        best = against(run, runs)
+        cells = [f"{run['budget']:g}", f"{run['rise']:.3f}", f"{run['settled']:.3g}", f"{run['new']:.1f}"]
+        cells.append("–" if best is None else f"{best['new']:.1f} (at {best['strength']:g}, {best['rise']:.3f})")
+        name = f"{run['dataset']}, {run['switch']} | {run['network']} | {run['hold']}"
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def against(run: dict[str, Any], runs: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """The fixed strength that learned best, of those that forgot no more than this run did."""
+    same = [one for one in runs if "strength" in one and (one["seed"], one["hold"]) == (run["seed"], run["hold"])]
+    fair = [one for one in same if one["rise"] <= max(run["rise"], 0.002)]
+    return max(fair, key=lambda one: one["new"], default=None)
+
+
+def summary(runs: list[dict[str, Any]]) -> str:
+    lines = [
+        "| hold | rise within 1.2 × budget | within a point of the best fixed strength, or better |",
+        "|---|---|---|",
+    ]
+    for kind in HOLDS:
+        mine = [run for run in runs if "budget" in run and "refused" not in run and run["hold"] == kind]
+        kept = sum(run["rise"] <= 1.2 * run["budget"] for run in mine)
+        fair = [(run, best) for run in mine if (best := against(run, runs)) is not None]
+        near = sum(run["new"] >= best["new"] - 1 for run, best in fair)
+        lines.append(f"| {kind} | {kept} of {len(mine)} | {near} of {len(fair)} |")
+    refused = sum("refused" in run for run in runs)
+    return "\n".join([*lines, "", f"Refused, because nothing would have been learned: {refused}."])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="write the results as JSON; scenes that are there are not run again")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    kept = json.loads(options.out.read_text(encoding="utf-8"))["runs"] if options.out and options.out.exists() else []
+    for scene in SCENES:
+        if any(run["seed"] == scene.seed for run in kept):
+            continue
+        kept += measured(scene)
+        if options.out:
+            results = {
+                "torch": torch.__version__, "python": platform.python_version(), "holdfast": holdfast.__version__,
+                "date": date.today().isoformat(), "runs": kept,
+            }  # fmt: skip
+            options.out.write_text(json.dumps(results) + "\n", encoding="utf-8")
+    print(table(kept), summary(kept), sep="\n\n")
+
+
+if __name__ == "__main__":
+    main()
