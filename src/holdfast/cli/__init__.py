@@ -1,4 +1,4 @@
-"""The command line: holdfast demo | bench | report | inspect | merge."""
+"""The command line: holdfast demo | bench | report | inspect | merge | forecast."""
 
 from . import bench, demo, memories
 from .console import app

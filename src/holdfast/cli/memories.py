@@ -1,17 +1,23 @@
-"""holdfast inspect and holdfast merge: memory files without a line of Python."""
+"""holdfast inspect, merge and forecast: memory files without a line of Python."""
 
 from __future__ import annotations
 
 import sys
+import warnings
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Annotated, Any
 
 import torch
 import typer
 from rich.markup import escape
 from rich.table import Table
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 
+from ..errors import ArgumentError, HoldfastWarning
 from ..file import HEAD
+from ..forecast import forecast as foretold
 from ..posterior import Memory
 from ..posterior import merge as merged
 from ..storage import inspect as inspected
@@ -43,7 +49,9 @@ def merge(
 
     def work() -> list[Memory]:
         parts = [load(file) for file in files]
-        save(merged(*parts, base=None if base is None else load(base)), out)
+        with warnings.catch_warnings():  # said below, in other words
+            warnings.simplefilter("ignore", HoldfastWarning)
+            save(merged(*parts, base=None if base is None else load(base)), out)
         return parts
 
     parts = or_exit(work)
@@ -52,6 +60,46 @@ def merge(
         console.print("Buffers (BatchNorm statistics) have no product and were left out: recompute them.")
     if any(part.probes is not None for part in parts):
         console.print("Probes were left out: in Python, memory.with_probes(other.probes) keeps both.")
+    if any(part.answers is not None for part in parts):
+        console.print("Answers were left out: in Python, memory.with_answers(other.answers) keeps both.")
+
+
+@app.command()
+def forecast(
+    memory: Annotated[Path, typer.Argument(help="A memory file.")],
+    checkpoint: Annotated[
+        Path, typer.Argument(help="Weights of the same model: .safetensors, or what torch.save wrote.")
+    ],
+) -> None:
+    """Say how much of what a memory knows a checkpoint has lost: a local estimate, which ranks checkpoints."""
+
+    said = or_exit(lambda: foretold(_weights(checkpoint), load(memory)))
+    table = Table(title=f"{said.rise:.4g} nats per old {said.unit}, by the quadratic", title_justify="left", box=None)
+    table.add_column("layer")
+    table.add_column("nats", justify="right")
+    for layer, value in sorted(said.by_layer.items(), key=lambda each: -each[1]):
+        table.add_row(escape(layer), f"{value:.4g}")
+    console.print(table)
+    for doubt in said.doubts:
+        console.print(escape(doubt))
+    console.print(
+        "In Python, holdfast.forecast(model, memory) asks the model itself, if the memory has probes and answers."
+    )
+
+
+def _weights(file: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a checkpoint, by name; nothing in it is executed."""
+    try:
+        if file.suffix == ".safetensors":
+            return load_file(file)
+        found = torch.load(file, map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, SafetensorError, UnpicklingError, EOFError) as error:
+        raise ArgumentError(f"{file} could not be read as weights: {str(error).splitlines()[0]}") from error
+    for key in ("state_dict", "model"):
+        found = found[key] if isinstance(found, dict) and isinstance(found.get(key), dict) else found
+    if not isinstance(found, dict) or not found or not all(isinstance(each, torch.Tensor) for each in found.values()):
+        raise ArgumentError(f"{file} holds no named weights: save model.state_dict().")
+    return found
 
 
 def _of_memory(facts: dict[str, Any]) -> list[tuple[str, object]]:
@@ -66,6 +114,7 @@ def _of_memory(facts: dict[str, Any]) -> list[tuple[str, object]]:
         ("parameters", f"{entries:,} in {sum(name.startswith('mean.') for name in shapes)} tensors"),
         ("buffers", sum(name.startswith("buffers.") for name in shapes)),
         *([("probes", _probes(facts["probes"], shapes))] if isinstance(facts.get("probes"), dict) else []),
+        *([("answers", _answers(facts["answers"], shapes))] if isinstance(facts.get("answers"), dict) else []),
         ("id", facts["id"]),
         ("parents", ", ".join(map(str, facts["parents"])) or "none"),
     ]
@@ -80,6 +129,10 @@ def _probes(said: dict[str, Any], shapes: dict[str, list[int]]) -> str:
         where = f"outputs of `{said.get('layer')}`" if said.get("layer") else "inputs"
         return f"gaussian: {where} of shape {_by(said.get('shape'))}, rank {ranks}, {entries}"
     return f"{said.get('kind')}: inputs of shape {_by(mine.get('probes.inputs'))} as they are, {entries}"
+
+
+def _answers(said: dict[str, Any], shapes: dict[str, list[int]]) -> str:
+    return f"{_by(shapes.get('answers.outputs'))} outputs, with labels, {said.get('kind')}"
 
 
 def _by(shape: object) -> str:

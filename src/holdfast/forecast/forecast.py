@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,7 +81,7 @@ class Forecast:
 
 
 def forecast(
-    model: nn.Module,
+    model: nn.Module | Mapping[str, Tensor],
     posterior: Posterior | Memory,
     *,
     draws: int = _DRAWS,
@@ -91,38 +91,48 @@ def forecast(
     """How much the old loss has risen at the model's present weights, without any old data.
 
     With a memory that has probes of inputs and kept answers, the model and the old one (itself at the mean) are asked
-    about `draws` probes, and the kept answers are moved as these were. Any checkpoint of the same model will do.
+    about `draws` probes, and the kept answers are moved as these were. Any checkpoint of the same model will do; of
+    named weights without their model, the quadratic alone is known.
 
         print(holdfast.forecast(model, holdfast.load("memory.safetensors")))
     """
-    inner, known = unwrapped(model), as_posterior(posterior)
+    known = as_posterior(posterior)
     if not known.num_data:
         raise ArgumentError("a prior stands for no data: there is nothing of which a rise could be foretold.")
-    params = matched(inner, shapes(known.mean), ties=known.ties)
-    with torch.no_grad():
-        delta = known.delta(
-            {name: parameter.detach().to(known.mean[name].device) for name, parameter in params.items()}
+    if not isinstance(model, nn.Module):
+        parts = _parts(known, known.delta(model))
+        lacks = "weights alone answer nothing: give the model"
+        return Forecast(
+            sum(parts.values()), parts, None, _doubts(known, [], sum(parts.values()), None), known.unit, lacks
         )
-        _require_finite(delta)
-        pull = known.precision.matvec({name: delta[name] for name in known.precision.shapes})
-    parts = {
-        name: 0.5 * float((delta[name].double() * value.double()).sum()) / known.num_data
-        for name, value in pull.items()
-    }
+    inner = unwrapped(model)
+    params = matched(inner, shapes(known.mean), ties=known.ties)
+    parts = _parts(known, known.delta({name: p.detach().to(known.mean[name].device) for name, p in params.items()}))
     found, lacks = None, missing(posterior)
     if isinstance(posterior, Memory) and not lacks:
         estimate, now = asked(inner, posterior, draws, seed, forward)
         found = estimate.rise(now())
-    doubts = _doubts(inner, known, params, sum(parts.values()), found)
+    inside = {id(parameter) for parameter in params.values()}
+    new = [name for name, p in all_parameters(inner).items() if id(p) not in inside and p.requires_grad]
+    doubts = _doubts(known, new, sum(parts.values()), found)
     return Forecast(sum(parts.values()), parts, found, doubts, known.unit, lacks)
 
 
-def _doubts(
-    model: nn.Module, known: Posterior, params: dict[str, Any], quadratic: float, found: ByProbes | None
-) -> tuple[str, ...]:
+@torch.no_grad()
+def _parts(known: Posterior, delta: dict[str, Tensor]) -> dict[str, float]:
+    """½ δᵀΛδ / N, parameter by parameter."""
+    broken = [name for name, value in delta.items() if not bool(value.isfinite().all())]
+    if broken:
+        raise MismatchError(f"{some(broken)} of the model is not finite: there is nothing to forecast.")
+    pull = known.precision.matvec({name: delta[name] for name in known.precision.shapes})
+    return {
+        name: 0.5 * float((delta[name].double() * value.double()).sum()) / known.num_data
+        for name, value in pull.items()
+    }
+
+
+def _doubts(known: Posterior, new: list[str], quadratic: float, found: ByProbes | None) -> tuple[str, ...]:
     said = []
-    inside = {id(parameter) for parameter in params.values()}
-    new = [name for name, p in all_parameters(model).items() if id(p) not in inside and p.requires_grad]
     free = [name for name in known.mean if name not in known.precision.shapes]
     if new:
         said.append(
@@ -142,9 +152,3 @@ def _doubts(
             f"The quadratic says {quadratic:.3g} where probes say {found.rise:.3g}: it is not to be believed here."
         )
     return tuple(said)
-
-
-def _require_finite(delta: dict[str, Tensor]) -> None:
-    broken = [name for name, value in delta.items() if not bool(value.isfinite().all())]
-    if broken:
-        raise MismatchError(f"{some(broken)} of the model is not finite: there is nothing to forecast.")
