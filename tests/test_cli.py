@@ -144,3 +144,27 @@ def test_merge_of_what_does_not_fit_is_one_line(memories):
 def test_the_command_is_installed_and_knows_its_version():
     result = subprocess.run([sys.executable, "-m", "holdfast", "--version"], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == f"holdfast {holdfast.__version__}"
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "pt"])
+def test_forecast_ranks_the_layers_of_a_checkpoint(tmp_path, suffix):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3))
+    data = [(torch.randn(50, 4), torch.randint(0, 3, (50,)))]
+    fisher = holdfast.diagonal_fisher(model, data, holdfast.categorical)
+    posterior = holdfast.consolidate(holdfast.prior(model), model, fisher)
+    holdfast.save(posterior, tmp_path / "memory.safetensors")
+    with torch.no_grad():
+        model[2].weight += 0.2
+    weights = tmp_path / f"weights.{suffix}"
+    save_file(model.state_dict(), weights) if suffix == "safetensors" else torch.save(model.state_dict(), weights)
+    result = runner.invoke(app, ["forecast", str(tmp_path / "memory.safetensors"), str(weights)])
+    assert result.exit_code == 0, result.output
+    said = float(re.search(r"([0-9.e-]+) nats per old example", result.output)[1])
+    assert said == pytest.approx(float(holdfast.penalty(model, posterior).detach()) / 50, rel=1e-3)
+    assert "ranks" in result.output
+    (tmp_path / "junk.pt").write_bytes(b"junk")
+    for other in (tmp_path / "missing.pt", tmp_path / "junk.pt", tmp_path / "memory.safetensors"):
+        result = runner.invoke(app, ["forecast", str(tmp_path / "memory.safetensors"), str(other)])
+        assert result.exit_code == 1
+        assert "Traceback" not in result.output
