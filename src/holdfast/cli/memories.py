@@ -74,7 +74,8 @@ def forecast(
     """Say how much of what a memory knows a checkpoint has lost: a local estimate, which ranks checkpoints."""
 
     said = or_exit(lambda: foretold(_weights(checkpoint), load(memory)))
-    table = Table(title=f"{said.rise:.4g} nats per old {said.unit}, by the quadratic", title_justify="left", box=None)
+    console.print(f"[bold]{said.rise:.4g}[/bold] nats per old {said.unit}, by the quadratic:")
+    table = Table(box=None)
     table.add_column("layer")
     table.add_column("nats", justify="right")
     for layer, value in sorted(said.by_layer.items(), key=lambda each: -each[1]):
