@@ -5,6 +5,7 @@ python benchmarks/tables.py head       # that of docs/head.md
 python benchmarks/tables.py structures # those of docs/structures.md
 python benchmarks/tables.py bench      # those of docs/bench.md
 python benchmarks/tables.py distillation # those of docs/distillation.md
+python benchmarks/tables.py forecast     # those of docs/forecast.md
 """
 
 from __future__ import annotations
@@ -170,12 +171,28 @@ def distillation() -> list[str]:
     return [*lines, f"What a hold costs, {costs['date']}:", "", hold_table(costs["runs"], costs["device"])]
 
 
+def forecast() -> list[str]:
+    from budget import summary as budget_summary
+    from budget import table as budget_table
+    from forecast import summary, table
+
+    first, found, spent = (
+        json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+        for name in ("forecast-first", "forecast", "budget")
+    )
+    lines = [f"The rise / its forecast, nats per old example; ✗ where it is off ({found['date']}):", ""]
+    lines += [table(found["runs"]), "", summary(found["runs"]), "", "The first list, after which the estimate was changed:"]
+    lines += ["", summary(first["runs"]), "", f"Budgets ({spent['date']}):", "", budget_table(spent["runs"]), ""]
+    return [*lines, budget_summary(spent["runs"])]
+
+
 PAGES = {
     "curvature": lambda: [*curvature("curvature-cpu"), "", *curvature("curvature-h200"), "", *pull("pull-h200")],
     "head": lambda: head("head-cpu"),
     "structures": structures,
     "bench": bench,
     "distillation": distillation,
+    "forecast": forecast,
 }
 
 if __name__ == "__main__":

@@ -94,6 +94,8 @@ def hold(
     turn = Rotation(held, optimizers, model.parameters()) if rotate and held else None
     allowed = None if budget is None else Budget(budget, _one(posterior), terms)
     handle = Handle(optimizers, model, terms, count, strength, turn, allowed)
+    if allowed is not None:
+        allowed.ready(model)
     handle._attach()
     return handle
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ArgumentError, BudgetError, require_number
-from ..params import matched, shapes
+from ..params import matched, shapes, unwrapped
 from ..penalty import Term
 from ..posterior import Memory, Posterior, as_posterior
 from ..rise import asked, missing
@@ -75,14 +75,18 @@ class Budget:
     def _by_probes(self) -> bool:
         return not missing(self.memory)
 
+    def ready(self, model: nn.Module) -> Callable[[], float]:
+        """The gauge; made before the first step, so that what does not fit is said then."""
+        if self._gauge is None:
+            self._gauge = self._made(model, _DRAWS, 0)
+        return self._gauge
+
     def turn(self, model: nn.Module, strength: float) -> float:
         """After a step: look at what is spent, every few of them, and say which strength to go on with."""
         self._looks += 1
         if self._looks % _EVERY:
             return strength
-        if self._gauge is None:
-            self._gauge = self._made(model, _DRAWS, 0)
-        self.spent = self._gauge()
+        self.spent = self.ready(model)()
         over = math.log(max(self.spent, 1e-12) / self.limit)
         found = min(_MOST, max(_LEAST, strength * math.exp(_GAIN * min(1.0, max(-1.0, over)))))
         self._hopeless = self._hopeless + 1 if found == _MOST and self.spent > self.limit else 0
@@ -124,7 +128,7 @@ class Budget:
         if not isinstance(self.memory, Memory) or not self._by_probes:
             old = sum(term.num_data for term in self.terms)
             return lambda: sum(float(term.value(model)) for term in self.terms) / old
-        estimate, now = asked(model, self.memory, draws, seed, self.forward)
+        estimate, now = asked(unwrapped(model), self.memory, draws, seed, self.forward)
 
         def rise() -> float:
             found = estimate.rise(now())
