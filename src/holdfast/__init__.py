@@ -31,7 +31,18 @@ from .head import LinearHead, RandomFeatures, linear_head, random_features
 from .hold import Handle, Spent, hold
 from .likelihood import Likelihood, bernoulli, categorical, custom, gaussian, tokens
 from .penalty import Quadratic, Term, penalty, penalty_gradient
-from .posterior import Memory, Posterior, consolidate, consolidate_, merge, prior, recalled, restore_
+from .posterior import (
+    Memory,
+    Posterior,
+    consolidate,
+    consolidate_,
+    evidence,
+    merge,
+    prior,
+    prior_precision,
+    recalled,
+    restore_,
+)
 from .precision import Dense, Diagonal, Kronecker, LowRank, Precision, Rotated, SignedDiagonal, Source, Sum
 from .probes import Answers, GaussianProbes, KeptInputs, Probes, gaussian_probes, kept_inputs
 from .storage import inspect, load, save
@@ -88,6 +99,7 @@ __all__ = [
     "diagonal_hessian",
     "distill",
     "distillation_loss",
+    "evidence",
     "forecast",
     "gaussian",
     "gaussian_probes",
@@ -107,6 +119,7 @@ __all__ = [
     "penalty",
     "penalty_gradient",
     "prior",
+    "prior_precision",
     "random_features",
     "recalled",
     "restore_",
