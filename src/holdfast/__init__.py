@@ -13,6 +13,7 @@ from .curvature import (
     lowrank_fisher,
     mixed_fisher,
 )
+from .diagnose import Diagnosis, diagnose
 from .distill import Distillation, distill, distillation_loss, new_inputs, own_text
 from .errors import (
     ArgumentError,
@@ -42,6 +43,7 @@ __all__ = [
     "Coverage",
     "DataError",
     "Dense",
+    "Diagnosis",
     "Diagonal",
     "Distillation",
     "Estimate",
@@ -77,6 +79,7 @@ __all__ = [
     "coverage",
     "custom",
     "dense_fisher",
+    "diagnose",
     "diagonal_fisher",
     "diagonal_hessian",
     "distill",

@@ -1,0 +1,125 @@
+"""Is H diagonal? What lies beside its diagonal, and what other structures recover of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..precision import Precision
+from .hessian import Hessian, absolute, squares
+from .task import Task, joined
+
+
+@dataclass(frozen=True)
+class Share:
+    """How much of H is its diagonal, in a layer or in all.
+
+    `absolute` is Σ|H_ii| / Σ|H_ij| over the layer's own block, known where H is computed whole: sums of absolute values
+    have no unbiased estimate from products. `squares` is Σ H_ii² / Σ H_ij² over the layer's rows (all j), estimated
+    otherwise; `error` is then its standard error. `inside` is what of the squares in the rows is in the layer's block.
+    """
+
+    where: str
+    entries: int
+    absolute: float | None
+    squares: float
+    inside: float | None
+    error: float
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """How near a structure Λ is to H: ⟨Λ, H⟩ / ‖Λ‖‖H‖, ‖Λ − H‖ / ‖H‖ in Frobenius' norm, and tr Λ / tr H."""
+
+    structure: str
+    cosine: float
+    error: float
+    scale: float
+
+
+@dataclass(frozen=True)
+class Structure:
+    """The shares by layer and in all, what structures recover, and how the share moves as data comes in."""
+
+    exact: bool
+    entries: int
+    probes: int  # 0 where exact
+    shares: tuple[Share, ...]  # the last is of all
+    recovered: tuple[Recovery, ...]
+    growth: tuple[tuple[float, float], ...]  # (data so far / entries, the share of all: absolute if exact)
+
+    @property
+    def all(self) -> Share:
+        """Of the whole matrix."""
+        return self.shares[-1]
+
+    def of(self, structure: str) -> Recovery:
+        """What one structure recovers."""
+        return next(each for each in self.recovered if each.structure == structure)
+
+
+def structure(task: Task, hessian: Hessian, precisions: Mapping[str, Precision]) -> Structure:
+    """The shares of H's diagonal, and the distances of other structures from H."""
+    masks = {layer: task.places(names) for layer, names in task.layers.items()}
+    masks["all"] = torch.ones(task.entries, dtype=torch.bool)
+    shares = tuple(
+        _share(layer, mask.to(hessian.products.device), hessian) for layer, mask in masks.items()
+    )  # fmt: skip
+    recovered = tuple(
+        _recovery(name, _times(task, precision, hessian), hessian) for name, precision in precisions.items()
+    )
+    probes = 0 if hessian.exact else len(hessian.vectors)
+    return Structure(hessian.exact, task.entries, probes, shares, recovered, hessian.growth)
+
+
+def _share(where: str, mask: Tensor, hessian: Hessian) -> Share:
+    entries = int(mask.sum())
+    if not hessian.exact:
+        value, error = squares((hessian.vectors * hessian.products)[:, mask])
+        return Share(where, entries, None, value, None, error)
+    rows = hessian.products[mask]
+    block = rows[:, mask]
+    whole = rows.double().square().sum()
+    return Share(
+        where,
+        entries,
+        absolute=absolute(block),
+        squares=float(block.diagonal().double().square().sum() / whole),
+        inside=float(block.double().square().sum() / whole),
+        error=0.0,
+    )
+
+
+def _times(task: Task, precision: Precision, hessian: Hessian) -> Tensor:
+    """Λv for every v: (rows, entries)."""
+    if hessian.exact:
+        return _dense(task, precision).to(hessian.products)
+    found = [precision.matvec(task.parted(vector)) for vector in hessian.vectors]
+    return torch.stack([joined({name: each[name] for name in task.named}) for each in found])
+
+
+def _dense(task: Task, precision: Precision) -> Tensor:
+    """Λ in the order of the model's parameters."""
+    starts, size = {}, 0
+    for name, shape in precision.shapes.items():
+        starts[name] = size
+        size += shape.numel()
+    order = torch.cat([torch.arange(starts[name], starts[name] + p.numel()) for name, p in task.named.items()])
+    return precision.dense()[order][:, order]
+
+
+def _recovery(name: str, mine: Tensor, hessian: Hessian) -> Recovery:
+    """By the products with the same vectors: E[Λv·Hv] = ⟨Λ, H⟩."""
+    theirs = hessian.products
+    norm, other = float(mine.double().norm()), float(theirs.double().norm())
+    inner = float((mine.double() * theirs.double()).sum())
+    traces = [float((hessian.vectors * each).double().sum()) for each in (mine, theirs)]
+    return Recovery(
+        name,
+        cosine=inner / (norm * other) if norm and other else 0.0,
+        error=float((mine - theirs).double().norm()) / other if other else float("nan"),
+        scale=traces[0] / traces[1] if traces[1] else float("nan"),
+    )
