@@ -143,8 +143,8 @@ def _precisions(task: Task, seed: int, *, exact: bool) -> dict[str, Precision]:
     """The best Fisher that the likelihood has, in every structure beyond the diagonal, from the cheapest on."""
     given = (task.model, task.batches, task.likelihood)
     found: dict[str, Precision] = {
-        "low-rank Fisher": lowrank_fisher(*given, rank=min(RANK, task.entries), seed=seed, forward=task.forward),
         "Kronecker Fisher": kronecker_fisher(*given, seed=seed, forward=task.forward),
+        "low-rank Fisher": lowrank_fisher(*given, rank=min(RANK, task.entries), seed=seed, forward=task.forward),
     }
     return {**found, "dense Fisher": dense_fisher(*given, seed=seed, forward=task.forward)} if exact else found
 

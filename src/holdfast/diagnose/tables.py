@@ -46,28 +46,17 @@ def optimum_table(optimum: Optimum, unit: str) -> Table:
 
 def taylor_table(taylor: Taylor, optimum: Optimum) -> Table:
     """How far each forecast is believed along each direction."""
-    forecasts = list(taylor.curves[0].forecasts)
-    rows = tuple(
-        (
-            curve.direction,
-            number(curve.relative),
-            number(curve.rises[-1]),
-            *(str(curve.radius(forecast)) for forecast in forecasts),
-            str(curve.radius(SECOND_ORDER, 1.2)),
-            number(optimum.parts[curve.direction]),
-        )
-        for curve in taylor.curves
+    curves = taylor.curves
+    rows = (
+        ("looked to", *(number(curve.relative) for curve in curves)),
+        ("true rise there, nats", *(number(curve.rises[-1]) for curve in curves)),
+        *((name, *(str(curve.radius(name)) for curve in curves)) for name in curves[0].forecasts),
+        (f"{SECOND_ORDER}, to 20 %", *(str(curve.radius(SECOND_ORDER, 1.2)) for curve in curves)),
+        (f"|gᵀδ|/½δᵀHδ at {NATS:g} nats", *(number(optimum.parts[curve.direction]) for curve in curves)),
     )
     return Table(
         "1. Taylor: how far each forecast may be believed, as ‖δ‖/‖μ‖",
-        (
-            "direction",
-            "looked to",
-            "rise there",
-            *forecasts,
-            f"{SECOND_ORDER} to 20 %",
-            f"|gᵀδ|/½δᵀHδ at {NATS:g} nats",
-        ),
+        ("along", *(curve.direction for curve in curves)),
         rows,
         f"Believed: within a factor of {FACTOR:g} of the true rise, or {NEGLIGIBLE:g} nats, at that distance and all "
         "nearer ones; distances double.",
