@@ -101,7 +101,7 @@ def test_what_goes_wrong_is_one_line(file, tmp_path, monkeypatch, arguments, sai
     assert not (tmp_path / "holdfast-diagnosis.html").exists()
 
 
-@pytest.mark.parametrize("exact_up_to", [3000, 0])
+@pytest.mark.parametrize("exact_up_to", [2000, 0])
 @pytest.mark.parametrize("likelihood", [holdfast.categorical, holdfast.gaussian(1.0)], ids=["categorical", "gaussian"])
 def test_the_page_has_its_words_its_pictures_and_its_tables(likelihood, exact_up_to):
     model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))

@@ -106,7 +106,7 @@ def test_a_likelihood_is_needed():
         holdfast.diagnose(nn.Linear(4, 3), BATCHES, nn.CrossEntropyLoss())
 
 
-@pytest.mark.parametrize("exact_up_to", [3000, 0])
+@pytest.mark.parametrize("exact_up_to", [2000, 0])
 def test_parameters_that_the_loss_does_not_depend_on_are_named_and_do_not_spoil_the_rest(exact_up_to):
     found = holdfast.diagnose(Idle(), BATCHES, holdfast.categorical, exact_up_to=exact_up_to)
     assert "does not depend on `idle.weight`, `idle.bias`" in " ".join(found.doubts)

@@ -36,7 +36,7 @@ def diagnose(
     out: Annotated[Path, typer.Option(help="Where to write the page.")] = Path("holdfast-diagnosis.html"),
     seed: Annotated[int, typer.Option(help="Of random directions, probes and drawn labels.")] = 0,
     probes: Annotated[int, typer.Option(help="Random sign vectors, where the Hessian is too large.")] = 16,
-    exact_up_to: Annotated[int, typer.Option(help="Compute the Hessian whole up to so many entries.")] = 3000,
+    exact_up_to: Annotated[int, typer.Option(help="Compute the Hessian whole up to so many entries.")] = 2000,
 ) -> None:
     """Run a Python file that gives a model and its old data, and tell which assumptions hold."""
     need("The page of a diagnosis", {"jinja2": "report", "matplotlib": "report"})

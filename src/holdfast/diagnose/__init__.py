@@ -3,7 +3,7 @@
 from .diagnosis import Diagnosis, diagnose
 from .fishers import Compared, Fishers, Group
 from .optimum import Optimum
-from .structure import Recovery, Share, Structure
+from .structure import Held, Recovery, Share, Structure
 from .tables import Table
 from .taylor import Curve, Radius, Taylor
 
@@ -13,6 +13,7 @@ __all__ = [
     "Diagnosis",
     "Fishers",
     "Group",
+    "Held",
     "Optimum",
     "Radius",
     "Recovery",

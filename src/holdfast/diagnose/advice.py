@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import math
-
 from .fishers import LITERAL, Fishers
 from .optimum import AS_MUCH, NOTHING, Optimum
 from .structure import Structure
 from .taylor import FACTOR, NEGLIGIBLE, Taylor, forecast_by
 
-# A cheaper structure will do if its cosine with H is within this of the best one's; along a fine-tune, if its
-# curvature is within a factor of H's.
-CLOSE, ALIKE = 0.05, 1.5
+# A cheaper structure will do if its hold leaves up to so many times what the best one leaves, or a hundredth more;
+# where holds are too large to compute, a diagonal if it has so much of H.
+TWICE, HUNDREDTH, MOSTLY = 2.0, 0.01, 0.9
 # The observed Fisher is told to be too small under this part of the best one; orders agree above this correlation.
 FADED, SAME_ORDER = 0.5, 0.9
 # A fine-tune that went this many times farther than the quadratic is believed is no matter of a hold any more.
@@ -27,7 +25,7 @@ _CALLS = {
 
 def advice(optimum: Optimum, taylor: Taylor, structure: Structure, fishers: Fishers, unit: str) -> tuple[str, ...]:
     """Sentences: the optimum, which structure, which Fisher, how far, hold or retrain."""
-    chosen = recommended(taylor, structure)
+    chosen = recommended(structure)
     return (
         *_optimum(optimum),
         _structure(taylor, structure, chosen),
@@ -37,28 +35,13 @@ def advice(optimum: Optimum, taylor: Taylor, structure: Structure, fishers: Fish
     )
 
 
-def recommended(taylor: Taylor, structure: Structure) -> str:
-    """The cheapest structure that is good enough.
-
-    Along a fine-tune: whose curvature is within a factor ALIKE of H's, else the nearest to it. Without one: whose
-    cosine with H is within CLOSE of the best one's.
-    """
-    if along := _along(taylor):
-        apart = {name: abs(math.log(ratio)) if ratio > 0 else math.inf for name, ratio in along.items()}
-        fine = [name for name, each in apart.items() if each <= math.log(ALIKE)]
-        return fine[0] if fine else min(apart, key=lambda name: apart[name])
-    best = max(each.cosine for each in structure.recovered)
-    return next(each.structure for each in structure.recovered if each.cosine >= best - CLOSE)
-
-
-def _along(taylor: Taylor) -> dict[str, float]:
-    """δᵀΛδ / δᵀHδ along the fine-tune by structure, where there is one and H curves upward along it."""
-    return {
-        name: bend / curve.curvature["Hessian"]
-        for curve in taylor.along("moved")
-        for name, bend in curve.curvature.items()
-        if name != "Hessian" and curve.curvature["Hessian"] > 0
-    }
+def recommended(structure: Structure) -> str:
+    """The cheapest structure whose hold costs up to TWICE the best one's; where that is too large to compute, Kronecker
+    factors unless the diagonal is nearly all of H."""
+    if structure.held:
+        least = min(each.cost for each in structure.held)
+        return next(each.structure for each in structure.held if each.cost <= TWICE * least + HUNDREDTH)
+    return "diagonal Fisher" if structure.all.squares >= MOSTLY else "Kronecker Fisher"
 
 
 def _optimum(optimum: Optimum) -> tuple[str, ...]:
@@ -83,14 +66,14 @@ def _structure(taylor: Taylor, structure: Structure, chosen: str) -> str:
         held += f" (± {100 * share.error:.1f}, by {structure.probes} probes)"
     else:
         held += f" and {_percent(share.absolute)} of Σ|H_ij|"
-    if along := _along(taylor):
-        listed = ", ".join(f"{_short(name)} {ratio:.2g}" for name, ratio in along.items())
-        why = f"Along the fine-tune, δᵀΛδ / δᵀHδ is: {listed}"
-        rule = f"the cheapest within a factor of {ALIKE:g}, or else the nearest"
+    if structure.held:
+        where = "the fine-tune" if taylor.along("moved") else "a random move"
+        listed = ", ".join(f"{_short(each.structure)} {_percent(each.cost)}" for each in structure.held)
+        why = f"A hold that leaves half of {where} leaves of its cost: {listed}"
+        rule = f"the cheapest structure within {TWICE:g} times the best, or 1 % more"
     else:
-        listed = ", ".join(f"{_short(each.structure)} {each.cosine:.2f}" for each in structure.recovered)
-        why = f"Cosines with H: {listed}"
-        rule = f"the cheapest within {CLOSE:g} of the best; stiff directions count most, so give moved= to see yours"
+        why = "Kronecker factors hold what layers know together"
+        rule = f"the diagonal is enough from {100 * MOSTLY:.0f} % on"
     return f"Use {_CALLS[chosen]}. The diagonal holds {held}. {why} ({rule})."
 
 

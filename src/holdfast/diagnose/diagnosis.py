@@ -29,7 +29,7 @@ from .task import Task, task
 from .taylor import Taylor, taylor
 
 RANK = 16
-EXACT_UP_TO = 3000
+EXACT_UP_TO = 2000
 # Fewer examples than this say little of the next ones.
 FEW = 200
 
@@ -121,7 +121,8 @@ def diagnose(
         followed = taylor(mine, paths, begun.gradient, torch.stack(bent), precisions, begun.num_data)
     trace = float(labels.entries["observed"].double().sum())
     settled = optimum(mine, begun.gradient, begun.num_data, trace, followed.curves)
-    built = structure(mine, curvature, precisions)
+    telling = {curve.direction for curve in followed.telling}
+    built = structure(mine, curvature, precisions, [path.delta for path in paths if path.name in telling])
     compared = fishers(mine, begun, labels, curvature, row_sums, seed)
     return Diagnosis(
         type(mine.model).__name__,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +11,9 @@ from torch import Tensor
 from ..precision import Precision
 from .hessian import Hessian, absolute, squares
 from .task import Task, joined
+
+# The part of a move that a hold is asked to leave.
+KEPT = 0.5
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,20 @@ class Recovery:
 
 
 @dataclass(frozen=True)
+class Held:
+    """What a hold by Λ leaves of a move's cost when it leaves KEPT of the move: δᵀ|H|δ / mᵀ|H|m.
+
+    |H| is H with the signs of its eigenvalues dropped: to go down where H bends down is no less of a change.
+
+    δ minimizes c‖δ − m‖² + δᵀΛδ, with c such that mᵀδ = KEPT ‖m‖². A hold steers along what Λ does not see, so this
+    tells structures apart where a norm of Λ − H, made of the stiffest directions, does not.
+    """
+
+    structure: str
+    cost: float
+
+
+@dataclass(frozen=True)
 class Structure:
     """The shares by layer and in all, what structures recover, and how the share moves as data comes in."""
 
@@ -49,6 +66,7 @@ class Structure:
     probes: int  # 0 where exact
     shares: tuple[Share, ...]  # the last is of all
     recovered: tuple[Recovery, ...]
+    held: tuple[Held, ...]  # where exact
     growth: tuple[tuple[float, float], ...]  # (data so far / entries, the share of all: absolute if exact)
 
     @property
@@ -61,18 +79,22 @@ class Structure:
         return next(each for each in self.recovered if each.structure == structure)
 
 
-def structure(task: Task, hessian: Hessian, precisions: Mapping[str, Precision]) -> Structure:
-    """The shares of H's diagonal, and the distances of other structures from H."""
+def structure(task: Task, hessian: Hessian, precisions: Mapping[str, Precision], moves: Sequence[Tensor]) -> Structure:
+    """The shares of H's diagonal, the distances of other structures from H, and what they hold of some moves."""
     masks = {layer: task.places(names) for layer, names in task.layers.items()}
     masks["all"] = torch.ones(task.entries, dtype=torch.bool)
     shares = tuple(
         _share(layer, mask.to(hessian.products.device), hessian) for layer, mask in masks.items()
     )  # fmt: skip
-    recovered = tuple(
-        _recovery(name, _times(task, precision, hessian), hessian) for name, precision in precisions.items()
-    )
+    times = {name: _times(task, precision, hessian) for name, precision in precisions.items()}
+    recovered = tuple(_recovery(name, each, hessian) for name, each in times.items())
+    held: tuple[Held, ...] = ()
+    if hessian.exact:
+        bends, axes = torch.linalg.eigh((hessian.products + hessian.products.T).double() / 2)
+        bent = (axes * bends.abs()) @ axes.T
+        held = tuple(Held(name, _cost(each, bent, moves)) for name, each in times.items())
     probes = 0 if hessian.exact else len(hessian.vectors)
-    return Structure(hessian.exact, task.entries, probes, shares, recovered, hessian.growth)
+    return Structure(hessian.exact, task.entries, probes, shares, recovered, held, hessian.growth)
 
 
 def _share(where: str, mask: Tensor, hessian: Hessian) -> Share:
@@ -91,6 +113,31 @@ def _share(where: str, mask: Tensor, hessian: Hessian) -> Share:
         inside=float(block.double().square().sum() / whole),
         error=0.0,
     )
+
+
+def _cost(matrix: Tensor, bent: Tensor, moves: Sequence[Tensor]) -> float:
+    """The mean over moves of δᵀ|H|δ / mᵀ|H|m."""
+    values, vectors = torch.linalg.eigh(matrix.double())
+    values = values.clamp(min=0)
+    costs = []
+    for move in (each.double() for each in moves):
+        parts = vectors.T @ move
+        delta = vectors @ (_weights(values, parts.square()) * parts)
+        whole = torch.dot(move, bent @ move)
+        costs.append(float(torch.dot(delta, bent @ delta) / whole) if whole > 0 else 0.0)
+    return sum(costs) / len(costs)
+
+
+def _weights(values: Tensor, squares: Tensor) -> Tensor:
+    """c / (λ + c) with the c that leaves KEPT of the squares, by bisection of its logarithm."""
+    top = float(values.max()) or 1.0
+    low, high = -60.0, 60.0
+    for _ in range(80):
+        c = top * 2 ** ((low + high) / 2)
+        weights = c / (values + c)
+        enough = float((weights * squares).sum()) >= KEPT * float(squares.sum())
+        low, high = (low, (low + high) / 2) if enough else ((low + high) / 2, high)
+    return weights
 
 
 def _times(task: Task, precision: Precision, hessian: Hessian) -> Tensor:

@@ -90,14 +90,23 @@ def share_table(structure: Structure) -> Table:
 
 def recovery_table(structure: Structure) -> Table:
     """What each structure has of H."""
+    held = {each.structure: number(each.cost) for each in structure.held}
     rows = tuple(
-        (each.structure, number(each.cosine), number(each.error), number(each.scale)) for each in structure.recovered
+        (
+            each.structure,
+            number(each.cosine),
+            number(each.error),
+            number(each.scale),
+            held.get(each.structure, "–"),
+        )
+        for each in structure.recovered
     )
     return Table(
         "2. Structures against H",
-        ("structure", "cosine", "‖Λ−H‖/‖H‖", "tr Λ/tr H"),
+        ("structure", "cosine", "‖Λ−H‖/‖H‖", "tr Λ/tr H", "cost left at half the move"),
         rows,
-        "In Frobenius' norm; a cosine of 1 is H up to a factor.",
+        "Cosine and distance in Frobenius' norm, where the stiffest directions count most. Cost: a hold by Λ that "
+        "leaves half of the fine-tune (or of random moves) leaves so much of what it costs.",
     )
 
 
