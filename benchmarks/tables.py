@@ -5,6 +5,7 @@ python benchmarks/tables.py head       # that of docs/head.md
 python benchmarks/tables.py structures # those of docs/structures.md
 python benchmarks/tables.py bench      # those of docs/bench.md
 python benchmarks/tables.py distillation # those of docs/distillation.md
+python benchmarks/tables.py diagnosis # those of docs/diagnosis.md
 """
 
 from __future__ import annotations
@@ -170,12 +171,19 @@ def distillation() -> list[str]:
     return [*lines, f"What a hold costs, {costs['date']}:", "", hold_table(costs["runs"], costs["device"])]
 
 
+def diagnosis() -> list[str]:
+    from assumptions import tables
+
+    return tables(json.loads((RESULTS / "assumptions.json").read_text(encoding="utf-8")))
+
+
 PAGES = {
     "curvature": lambda: [*curvature("curvature-cpu"), "", *curvature("curvature-h200"), "", *pull("pull-h200")],
     "head": lambda: head("head-cpu"),
     "structures": structures,
     "bench": bench,
     "distillation": distillation,
+    "diagnosis": diagnosis,
 }
 
 if __name__ == "__main__":

@@ -68,7 +68,7 @@ def test_the_programs_of_the_curvature_page_run_and_print_what_it_says(capsys):
         holdfast.curvature.RULES.pop("WarpBackward", None)
 
 
-@pytest.mark.parametrize("name", ["bench", "curvature", "distillation", "head", "structures"])
+@pytest.mark.parametrize("name", ["bench", "curvature", "diagnosis", "distillation", "head", "structures"])
 def test_the_tables_are_those_of_the_results(name):
     root = Path(__file__).parent.parent
     page = (root / "docs" / f"{name}.md").read_text(encoding="utf-8")
