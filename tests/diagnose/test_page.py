@@ -127,3 +127,18 @@ def test_the_page_has_its_words_its_pictures_and_its_tables(likelihood, exact_up
     assert ("by confidence" in page) == (likelihood is holdfast.categorical)
     assert "&lt;0&gt;" in page
     assert page == diagnosis_page(found, facts=(("seed", "<0>"),))
+
+
+def test_a_model_that_is_all_but_certain_and_one_with_idle_parameters_have_pages_too():
+    x = torch.randn(40, 4)
+    sure = nn.Linear(4, 3)
+    with torch.no_grad():
+        sure.weight *= 400
+        y = sure(x).argmax(1)
+    found = holdfast.diagnose(sure, [(x, y)], holdfast.categorical)
+    assert found.fishers.confidence > 0.95
+    assert "Do not use observed labels" in diagnosis_page(found)
+    idle = nn.ModuleDict({"head": nn.Linear(4, 3), "idle": nn.Linear(2, 2)})
+    idle.forward = lambda x: idle["head"](x)
+    found = holdfast.diagnose(idle, [(x, y)], holdfast.categorical)
+    assert "the loss does not depend on `idle.weight`, `idle.bias`" in diagnosis_page(found)
