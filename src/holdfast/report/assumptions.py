@@ -155,16 +155,18 @@ def trends(diagnosis: Diagnosis) -> str:
         axes[0].set_xscale("log")
         axes[0].set_xticks([x for x, _ in growth], [f"{x:.2g}" for x, _ in growth])
         axes[0].minorticks_off()
-        axes[0].set_ylim(0, 1.15 * max(y for _, y in growth) or 1)
+        axes[0].set_ylim(0, 1.15 * max((y for _, y in growth if y > 0), default=0.0) or 1)
         plain(axes[0], f"{diagnosis.unit}s / entries", f"{measure} of all")
         if groups:
-            doubts = [max(1 - group.confidence, 1e-9) for group in groups]
-            axes[1].plot(doubts, [group.ratio for group in groups], marker="o", color="#0072B2")
-            axes[1].set_xscale("log")
-            axes[1].set_yscale("log")
-            _logarithmic(axes[1].xaxis)
-            _logarithmic(axes[1].yaxis)
-            axes[1].invert_xaxis()
+            # Where the model is certain to the last digit, both traces are zero and nothing can be drawn.
+            points = [(max(1 - group.confidence, 1e-9), group.ratio) for group in groups if group.ratio > 0]
+            if points:
+                axes[1].plot(*zip(*points, strict=True), marker="o", color="#0072B2")
+                axes[1].set_xscale("log")
+                axes[1].set_yscale("log")
+                _logarithmic(axes[1].xaxis)
+                _logarithmic(axes[1].yaxis)
+                axes[1].invert_xaxis()
             plain(axes[1], "1 − confidence", f"tr observed / tr {diagnosis.fishers.best}")
         figure.tight_layout()
 
