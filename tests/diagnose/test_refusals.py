@@ -148,3 +148,15 @@ def test_a_model_without_layers_to_factor_says_so_among_the_doubts():
 
     found = holdfast.diagnose(Scaled(), BATCHES, holdfast.categorical)
     assert "no layer could be factored" in " ".join(found.doubts)
+
+
+@pytest.mark.parametrize("exact_up_to", [2000, 0])
+def test_where_there_is_no_curvature_at_all_the_advice_is_that(exact_up_to):
+    model = nn.Linear(4, 3)
+    with torch.no_grad():
+        model.weight.zero_()
+        model.bias.copy_(torch.tensor([500.0, 0.0, 0.0]))
+    data = [(torch.randn(20, 4), torch.zeros(20).long())]
+    found = holdfast.diagnose(model, data, holdfast.categorical, exact_up_to=exact_up_to)
+    (said,) = found.advice
+    assert "a penalty would hold nothing" in said

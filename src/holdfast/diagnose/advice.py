@@ -25,6 +25,11 @@ _CALLS = {
 
 def advice(optimum: Optimum, taylor: Taylor, structure: Structure, fishers: Fishers, unit: str) -> tuple[str, ...]:
     """Sentences: the optimum, which structure, which Fisher, how far, hold or retrain."""
+    if not fishers.of(fishers.best).total > 0:
+        return (
+            f"The {fishers.best} Fisher is zero: a penalty would hold nothing. The model is certain of its answers to the "
+            "last digit; train it with label smoothing, or hold it by its answers (distill).",
+        )
     chosen = recommended(structure)
     return (
         *_optimum(optimum),
