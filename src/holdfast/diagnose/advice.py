@@ -27,7 +27,7 @@ def advice(optimum: Optimum, taylor: Taylor, structure: Structure, fishers: Fish
     """Sentences: the optimum, which structure, which Fisher, how far, hold or retrain."""
     if not fishers.of(fishers.best).total > 0:
         return (
-            f"The {fishers.best} Fisher is zero: a penalty would hold nothing. The model is certain of its answers to the "
+            f"The {fishers.best} Fisher is zero: a penalty would hold nothing. The model is certain to the "
             "last digit; train it with label smoothing, or hold it by its answers (distill).",
         )
     chosen = recommended(structure)
