@@ -6,6 +6,7 @@ python benchmarks/tables.py structures # those of docs/structures.md
 python benchmarks/tables.py bench      # those of docs/bench.md
 python benchmarks/tables.py distillation # those of docs/distillation.md
 python benchmarks/tables.py forecast     # those of docs/forecast.md
+python benchmarks/tables.py diagnosis # those of docs/diagnosis.md
 """
 
 from __future__ import annotations
@@ -181,9 +182,21 @@ def forecast() -> list[str]:
         for name in ("forecast-first", "forecast", "budget")
     )
     lines = [f"The rise / its forecast, nats per old example; ✗ where it is off ({found['date']}):", ""]
-    lines += [table(found["runs"]), "", summary(found["runs"]), "", "The first list, after which the estimate was changed:"]
+    lines += [
+        table(found["runs"]),
+        "",
+        summary(found["runs"]),
+        "",
+        "The first list, after which the estimate was changed:",
+    ]
     lines += ["", summary(first["runs"]), "", f"Budgets ({spent['date']}):", "", budget_table(spent["runs"]), ""]
     return [*lines, budget_summary(spent["runs"])]
+
+
+def diagnosis() -> list[str]:
+    from assumptions import tables
+
+    return tables(json.loads((RESULTS / "assumptions.json").read_text(encoding="utf-8")))
 
 
 PAGES = {
@@ -193,6 +206,7 @@ PAGES = {
     "bench": bench,
     "distillation": distillation,
     "forecast": forecast,
+    "diagnosis": diagnosis,
 }
 
 if __name__ == "__main__":

@@ -12,8 +12,8 @@ import holdfast
 ROOT = Path(holdfast.__file__).parent
 ORDER = [
     "errors", "devices", "identity", "params", "untouched", "kernels", "likelihood", "precision", "curvature",
-    "probes", "posterior", "penalty", "rise", "hold", "distill", "forecast", "file", "head", "storage", "bench",
-    "report", "cli",
+    "diagnose", "probes", "posterior", "penalty", "rise", "hold", "distill", "forecast", "file", "head", "storage",
+    "bench", "report", "cli",
 ]  # fmt: skip
 CORE = ORDER[: ORDER.index("bench")]
 

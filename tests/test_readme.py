@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import holdfast
+from holdfast.report import diagnosis_page
 
 README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
 
@@ -67,7 +68,7 @@ def test_the_programs_of_the_curvature_page_run_and_print_what_it_says(capsys):
         holdfast.curvature.RULES.pop("WarpBackward", None)
 
 
-@pytest.mark.parametrize("name", ["bench", "curvature", "distillation", "head", "structures"])
+@pytest.mark.parametrize("name", ["bench", "curvature", "diagnosis", "distillation", "head", "structures"])
 def test_the_tables_are_those_of_the_results(name):
     root = Path(__file__).parent.parent
     page = (root / "docs" / f"{name}.md").read_text(encoding="utf-8")
@@ -134,3 +135,20 @@ def test_the_program_of_the_distillation_page_keeps_about_what_it_says(tmp_path,
     assert holdfast.inspect("memory.safetensors")["probes"]["kind"] == "gaussian"
     for name in set(re.findall(r"holdfast\.([a-z_]+)\(", page)):
         assert hasattr(holdfast, name), name
+
+
+def test_the_program_of_the_diagnosis_page_says_about_what_it_says(capsys):
+    page = (Path(__file__).parent.parent / "docs" / "diagnosis.md").read_text(encoding="utf-8")
+    (program,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    (said,) = re.findall(r"```\n(The model[^`]*?)```", page, flags=re.DOTALL)
+    names = {}
+    exec(program, names)
+    found = capsys.readouterr().out
+    pattern = r"\d+(?:\.\d+)?"
+    assert re.sub(pattern, "#", found) == re.sub(pattern, "#", said)
+    # Training rounds differently on another machine: the numbers are near, the words are the same.
+    for mine, theirs in zip(re.findall(pattern, found), re.findall(pattern, said), strict=True):
+        assert float(mine) == pytest.approx(float(theirs), rel=0.25, abs=0.05), (mine, theirs)
+    told = names["found"].taylor.along("moved")[0]
+    assert told.rises[-1] > 0.5
+    assert diagnosis_page(names["found"]).count("<svg") == 5

@@ -13,6 +13,7 @@ from .curvature import (
     lowrank_fisher,
     mixed_fisher,
 )
+from .diagnose import Diagnosis, diagnose
 from .distill import Distillation, distill, distillation_loss, new_inputs, own_text
 from .errors import (
     ArgumentError,
@@ -58,6 +59,7 @@ __all__ = [
     "Coverage",
     "DataError",
     "Dense",
+    "Diagnosis",
     "Diagonal",
     "Distillation",
     "Estimate",
@@ -95,6 +97,7 @@ __all__ = [
     "coverage",
     "custom",
     "dense_fisher",
+    "diagnose",
     "diagonal_fisher",
     "diagonal_hessian",
     "distill",

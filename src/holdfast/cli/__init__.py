@@ -1,9 +1,9 @@
-"""The command line: holdfast demo | bench | report | inspect | merge | forecast."""
+"""The command line: holdfast demo | bench | report | diagnose | inspect | merge | forecast."""
 
-from . import bench, demo, memories
+from . import bench, demo, diagnosis, memories
 from .console import app
 
-__all__ = ["app", "bench", "demo", "main", "memories"]
+__all__ = ["app", "bench", "demo", "diagnosis", "main", "memories"]
 
 
 def main() -> None:
