@@ -78,3 +78,32 @@ def test_at_a_minimum_it_takes_the_fishers_place():
 def test_at_least_one_probe():
     with pytest.raises(holdfast.ArgumentError, match="at least one probe"):
         holdfast.hutchinson_hessian(relu_mlp(), [], holdfast.categorical, probes=0)
+
+
+class _Once(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        return 2 * x * grad
+
+
+@pytest.mark.parametrize(
+    "hessian", [holdfast.diagonal_hessian, lambda *given: holdfast.hutchinson_hessian(*given, seed=0)]
+)
+def test_an_operation_without_a_second_derivative_is_refused(hessian):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(3, 4), nn.Linear(4, 2)
+
+        def forward(self, x):
+            return self.second(_Once.apply(self.first(x)))
+
+    with pytest.raises(holdfast.DataError, match="once_differentiable"):
+        hessian(Model(), [(torch.randn(10, 3), torch.randn(10, 2))], holdfast.gaussian(1.0))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ..errors import ArgumentError
+from ..errors import ArgumentError, DataError
 from ..likelihood import Likelihood
 from ..params import trainable, unwrapped
 from ..precision import SignedDiagonal
@@ -87,11 +87,27 @@ def _summed(
             batch, losses = scoring.counted(batch)
             with backward(losses):
                 gradients = torch.autograd.grad(losses.sum(), parameters, create_graph=True, materialize_grads=True)
+                require_twice(gradients)
                 for name, entries in zip(named, diagonal(gradients, parameters), strict=True):
                     total[name] += entries.detach().to(total[name].dtype)
             del losses, gradients
             require_finite_scores(total, batch.index, scoring.doubts)
     return SignedDiagonal(total, (scoring.source(),))
+
+
+def require_twice(gradients: Sequence[Tensor]) -> None:
+    """Raise where an operation gives no second derivative: torch leaves its part out without a word."""
+    seen, ahead = set(), [gradient.grad_fn for gradient in gradients]
+    while ahead:
+        node = ahead.pop()
+        if node is not None and node not in seen:
+            if node.name() == "torch::autograd::Error":
+                raise DataError(
+                    "the model cannot be differentiated twice: an operation of it is marked once_differentiable. "
+                    "Freeze what it is for, or write it in operations that have a second derivative."
+                )
+            seen.add(node)
+            ahead += [each for each, _ in node.next_functions]
 
 
 def _exact_diagonal(gradient: Tensor, parameter: Tensor) -> Tensor:

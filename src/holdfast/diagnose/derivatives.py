@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..curvature.batches import read
+from ..curvature.hessian import require_twice
 from ..curvature.scores import backward, require_finite_scores
 from ..errors import DataError
 from .task import Task, confidence, joined
@@ -87,7 +88,7 @@ def products(task: Task, vectors: Tensor, seen: Callable[[int, float, Tensor], N
                 gradients = torch.autograd.grad(losses.sum(), parameters, create_graph=True, materialize_grads=True)
                 flat = torch.cat([gradient.flatten() for gradient in gradients])
                 if not batch.index:
-                    _require_twice(flat)
+                    require_twice([flat])
                 for first in range(0, len(vectors) if flat.requires_grad else 0, step):
                     rows = vectors[first : first + step].to(flat)
                     total[first : first + step] += _rows(flat, parameters, rows, batch.index).to(total.dtype)
@@ -98,18 +99,6 @@ def products(task: Task, vectors: Tensor, seen: Callable[[int, float, Tensor], N
             if seen is not None:
                 seen(batch.index + 1, num_data, total)
     return total
-
-
-def _require_twice(gradient: Tensor) -> None:
-    """Raise where an operation gives no second derivative: torch leaves its part out without a word."""
-    seen, ahead = set(), [gradient.grad_fn]
-    while ahead:
-        node = ahead.pop()
-        if node is not None and node not in seen:
-            if node.name() == "torch::autograd::Error":
-                raise DataError(f"{_ONCE}: an operation of it is marked once_differentiable. {_CURE}")
-            seen.add(node)
-            ahead += [each for each, _ in node.next_functions]
 
 
 def _rows(gradient: Tensor, parameters: Sequence[Tensor], vectors: Tensor, index: int) -> Tensor:
