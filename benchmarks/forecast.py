@@ -4,7 +4,8 @@
 
 The cases were written down before any of them was run. The forecast was designed on others (MNIST, seeds from 500 on),
 and changed once after a first list, which is kept as such (`FIRST`); `SCENES` are those that it is judged by. A rise is
-that of the loss on the old data; that on held-out data of the old task stands beside it. Where the images come from: see `holdfast bench`.
+that of the loss on the old data; that on held-out data of the old task stands beside it. Where the images come from:
+see `holdfast bench`.
 """
 
 from __future__ import annotations
@@ -229,8 +230,11 @@ def measured(scene: Scene) -> list[dict[str, Any]]:
             "by_probabilities": said.by_probes.by_probabilities, "moved": said.by_probes.moved,
             "doubts": list(said.doubts),
         })  # fmt: skip
-        print(f"{scene.dataset}, {scene.switch}, {scene.network}, {way}: {found[-1]['rise']:.4f}, held out {found[-1]['rise_held_out']:.4f}, foretold "
-              f"{said.rise:.4f}, below {said.safe:.4f}, quadratic {said.quadratic:.4f}", flush=True)  # fmt: skip
+        print(
+            f"{scene.dataset}, {scene.switch}, {scene.network}, {way}: {found[-1]['rise']:.4f}, held out "
+            f"{found[-1]['rise_held_out']:.4f}, foretold {said.rise:.4f}, below {said.safe:.4f}, quadratic "
+            f"{said.quadratic:.4f}", flush=True,
+        )  # fmt: skip
     return found
 
 
