@@ -442,3 +442,44 @@ def test_classes_are_drawn_as_often_as_they_are_likely():
     expected = 200_000 * z[0].softmax(-1)
     statistic = float(((counts - expected) ** 2 / expected).sum())
     assert abs(statistic - 2999) < 5 * (2 * 2999) ** 0.5
+
+
+class TestSoftened:
+    """The Fisher of softmax(z / T), its scale that of the logits."""
+
+    def test_its_root_is_that_of_softer_probabilities(self):
+        z = torch.randn(6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+        p = (z / 4).softmax(-1)
+        columns = holdfast.softened(4.0).root(z)
+        found = torch.einsum("kni,knj->nij", columns, columns)
+        torch.testing.assert_close(found, torch.diag_embed(p) - p.unsqueeze(-1) * p.unsqueeze(-2))
+
+    def test_its_scores_are_softer_probabilities_less_the_label(self):
+        z = torch.randn(6, 4, dtype=torch.float64, requires_grad=True)
+        y = torch.randint(0, 4, (6,))
+        (grad,) = torch.autograd.grad(holdfast.softened(4.0).nll(z, y).sum(), z)
+        torch.testing.assert_close(grad, ((z / 4).softmax(-1) - torch.nn.functional.one_hot(y, 4)).detach())
+
+    def test_labels_are_drawn_from_what_its_fisher_is_of(self):
+        z = torch.tensor([[4.0, 0.0]]).expand(20_000, 2)
+        drawn = holdfast.softened(4.0).sampled(z, None, torch.Generator().manual_seed(0))
+        p = float(torch.tensor([1.0, 0.0]).softmax(0)[1])
+        assert abs(float(drawn.double().mean()) - p) < 5 * (p * (1 - p) / 20_000) ** 0.5
+
+    def test_of_a_sure_model_more_is_left(self):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(3, 4).double()
+        with torch.no_grad():
+            model.weight.mul_(20)
+        batches = [(torch.randn(50, 3, dtype=torch.float64), torch.randint(0, 4, (50,)))]
+        sure, softer = (
+            sum(float(each.sum()) for each in holdfast.diagonal_fisher(model, batches, likelihood).entries.values())
+            for likelihood in (holdfast.categorical, holdfast.softened())
+        )
+        assert softer > 1.5 * sure
+
+    def test_it_says_its_temperature_and_takes_no_other_number(self):
+        assert holdfast.softened(4).name == "categorical(temperature=4.0)"
+        assert holdfast.softened(1.0) == holdfast.categorical
+        with pytest.raises(holdfast.ArgumentError, match="temperature"):
+            holdfast.softened(0.0)

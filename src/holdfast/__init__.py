@@ -30,7 +30,7 @@ from .errors import (
 from .forecast import ByProbes, Forecast, forecast, kept_answers
 from .head import LinearHead, RandomFeatures, linear_head, random_features
 from .hold import Handle, Spent, hold
-from .likelihood import Likelihood, bernoulli, categorical, custom, gaussian, tokens
+from .likelihood import Likelihood, bernoulli, categorical, custom, gaussian, softened, tokens
 from .penalty import Quadratic, Term, penalty, penalty_gradient
 from .posterior import (
     Memory,
@@ -127,5 +127,6 @@ __all__ = [
     "recalled",
     "restore_",
     "save",
+    "softened",
     "tokens",
 ]

@@ -83,6 +83,9 @@ METHODS: dict[str, Entry] = {
     "kronecker-trace": Entry(
         lambda s: Held(kronecker(exact_trace=True), strength=s), "Kronecker, each layer with its exact trace"
     ),
+    "kronecker-softened": Entry(
+        lambda s: Held(kronecker(temperature=4.0), strength=s), "Kronecker, its Fisher taken at a quarter of the logits"
+    ),
     "kronecker-rotated": Entry(
         lambda s: Held(kronecker(), strength=s, rotate=True), "Kronecker, steps in the factors' eigenvectors"
     ),

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ..curvature import diagonal_fisher, hutchinson_hessian, kronecker_fisher, lowrank_fisher
 from ..curvature.scores import Targets
 from ..hold import hold
+from ..likelihood import Likelihood, softened
 from ..posterior import Posterior, consolidate, merge, prior
 from ..precision import Diagonal, Kronecker, Precision, Source
 from .tasks import Task
@@ -166,12 +167,16 @@ def batched(size: int = 128) -> Curvature:
     return found
 
 
-def kronecker(targets: Targets = "expected", exact_trace: bool = False) -> Curvature:
-    """G ⊗ A for each layer."""
+def kronecker(targets: Targets = "expected", exact_trace: bool = False, temperature: float = 1.0) -> Curvature:
+    """G ⊗ A for each layer; with a temperature, of what the model is less sure of than it is."""
     return lambda model, task, trainer: kronecker_fisher(
-        model, Batches(model, task, trainer), trainer.training.likelihood, targets=_fitting(targets, trainer),
-        seed=trainer.seed, forward=task.forward, exact_trace=exact_trace,
+        model, Batches(model, task, trainer), _softened(trainer.training.likelihood, temperature),
+        targets=_fitting(targets, trainer), seed=trainer.seed, forward=task.forward, exact_trace=exact_trace,
     )  # fmt: skip
+
+
+def _softened(likelihood: Likelihood, temperature: float) -> Likelihood:
+    return softened(temperature) if likelihood.name == "categorical" and temperature != 1 else likelihood
 
 
 def lowrank(rank: int, rows: int | None = None, targets: Targets = "expected") -> Curvature:

@@ -1,7 +1,7 @@
 """What the model's output means: the negative log-likelihood of one example, in nats, and its Fisher."""
 
 from .base import EXPECTED_UP_TO, Likelihood
-from .categorical import Categorical, categorical
+from .categorical import Categorical, categorical, softened
 from .custom import Custom, custom
 from .outputs import Bernoulli, Gaussian, bernoulli, gaussian
 from .tokens import Tokens, tokens
@@ -18,5 +18,6 @@ __all__ = [
     "categorical",
     "custom",
     "gaussian",
+    "softened",
     "tokens",
 ]
