@@ -288,7 +288,11 @@ def drawn(runs: list[dict[str, Any]]) -> str:
             ends = [1e-3, 20]
             for factor, style in ((1, "-"), (2, ":"), (0.5, ":")):
                 axis.plot(ends, [factor * end for end in ends], style, color=COLORS[0], linewidth=0.8)
-            axis.set_xscale("log"), axis.set_yscale("log")
+            for scale in (axis.xaxis, axis.yaxis):
+                getattr(axis, f"set_{scale.axis_name}scale")("log")
+                scale.set_ticks((0.001, 0.01, 0.1, 1, 10))
+                scale.set_ticks([], minor=True)
+                scale.set_major_formatter(lambda value, _: f"{value:g}")
             axis.set_title(title, loc="left", fontsize=11)
             plain(axis, "foretold, nats per old example", "the rise")
         figure.legend(*axes[0].get_legend_handles_labels(), loc="lower center", ncols=6, frameon=False)

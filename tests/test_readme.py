@@ -68,7 +68,7 @@ def test_the_programs_of_the_curvature_page_run_and_print_what_it_says(capsys):
         holdfast.curvature.RULES.pop("WarpBackward", None)
 
 
-@pytest.mark.parametrize("name", ["bench", "curvature", "diagnosis", "distillation", "head", "structures"])
+@pytest.mark.parametrize("name", ["bench", "curvature", "diagnosis", "distillation", "forecast", "head", "structures"])
 def test_the_tables_are_those_of_the_results(name):
     root = Path(__file__).parent.parent
     page = (root / "docs" / f"{name}.md").read_text(encoding="utf-8")
@@ -152,3 +152,18 @@ def test_the_program_of_the_diagnosis_page_says_about_what_it_says(capsys):
     told = names["found"].taylor.along("moved")[0]
     assert told.rises[-1] > 0.5
     assert diagnosis_page(names["found"]).count("<svg") == 5
+
+
+def test_the_program_of_the_forecast_page_comes_true(capsys):
+    page = (Path(__file__).parent.parent / "docs" / "forecast.md").read_text(encoding="utf-8")
+    (program,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    (said,) = re.findall(r"```\n(foretold[^`]*?)```", page, flags=re.DOTALL)
+    exec(program, {})
+    found = capsys.readouterr().out
+    for text in (said, found):
+        (foretold, rise), (spent, risen) = (map(float, re.findall(r"-?\d+\.\d+", line)) for line in text.splitlines())
+        assert rise / 1.5 < foretold < 1.5 * rise
+        assert spent <= 0.1
+        assert risen <= 0.12
+    for name in set(re.findall(r"holdfast\.([a-z_]+)\(", page)):
+        assert hasattr(holdfast, name), name
