@@ -111,15 +111,17 @@ def against(run: dict[str, Any], runs: list[dict[str, Any]]) -> dict[str, Any] |
 
 def summary(runs: list[dict[str, Any]]) -> str:
     lines = [
-        "| hold | rise within 1.2 × budget | within a point of the best fixed strength, or better |",
-        "|---|---|---|",
+        "| hold | rise within 1.2 × budget | of these, under 5 % of the new task right "
+        "| within a point of the best fixed strength, or better |",
+        "|---|---|---|---|",
     ]
     for kind in HOLDS:
         mine = [run for run in runs if "budget" in run and "refused" not in run and run["hold"] == kind]
-        kept = sum(run["rise"] <= 1.2 * run["budget"] for run in mine)
+        kept = [run for run in mine if run["rise"] <= 1.2 * run["budget"]]
         fair = [(run, best) for run in mine if (best := against(run, runs)) is not None]
         near = sum(run["new"] >= best["new"] - 1 for run, best in fair)
-        lines.append(f"| {kind} | {kept} of {len(mine)} | {near} of {len(fair)} |")
+        empty = sum(run["new"] < 5 for run in kept)
+        lines.append(f"| {kind} | {len(kept)} of {len(mine)} | {empty} | {near} of {len(fair)} |")
     refused = sum("refused" in run for run in runs)
     return "\n".join([*lines, "", f"Refused, because nothing would have been learned: {refused}."])
 

@@ -163,8 +163,13 @@ def test_forecast_ranks_the_layers_of_a_checkpoint(tmp_path, suffix):
     said = float(re.search(r"([0-9.e-]+) nats per old example", result.output)[1])
     assert said == pytest.approx(float(holdfast.penalty(model, posterior).detach()) / 50, rel=1e-3)
     assert "ranks" in result.output
+    wrapped = {"state_dict": {f"module.{name}": value for name, value in model.state_dict().items()}, "step": 3}
+    torch.save(wrapped, tmp_path / "wrapped.pt")
+    again = runner.invoke(app, ["forecast", str(tmp_path / "memory.safetensors"), str(tmp_path / "wrapped.pt")])
+    assert again.output == result.output
     (tmp_path / "junk.pt").write_bytes(b"junk")
-    for other in (tmp_path / "missing.pt", tmp_path / "junk.pt", tmp_path / "memory.safetensors"):
+    (tmp_path / "empty.pt").write_bytes(b"")
+    for other in [tmp_path / name for name in ("missing.pt", "junk.pt", "empty.pt", "memory.safetensors")]:
         result = runner.invoke(app, ["forecast", str(tmp_path / "memory.safetensors"), str(other)])
         assert result.exit_code == 1
         assert "Traceback" not in result.output

@@ -85,3 +85,5 @@ def test_what_has_no_evidence():
     for nll in (math.nan, "3", True):
         with pytest.raises(holdfast.ArgumentError, match="nll"):
             holdfast.evidence(holdfast.consolidate(before, model, fisher), before, nll)
+    with pytest.raises(holdfast.ArgumentError, match="not made from this prior"):
+        holdfast.evidence(holdfast.consolidate(before, model, fisher), holdfast.prior(model, precision=2.0), 1.0)

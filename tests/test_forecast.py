@@ -106,9 +106,10 @@ class TestForecast:
     def test_a_new_head_a_prior_another_model_and_broken_weights(self, scene):
         model, memory, _, _ = scene
         grown = nn.Sequential(*copy.deepcopy(model), nn.Linear(3, 3))
-        with pytest.raises(holdfast.MismatchError, match="which trains"):
-            holdfast.forecast(grown, memory)
-        assert any("new head" in doubt for doubt in holdfast.forecast(grown, memory.posterior).doubts)
+        said = holdfast.forecast(grown, memory)
+        assert any("new head" in doubt for doubt in said.doubts)
+        with pytest.raises(holdfast.ArgumentError, match="which trains"):
+            _ = said.by_probes
         with pytest.raises(holdfast.ArgumentError, match="no data"):
             holdfast.forecast(model, holdfast.prior(model))
         with pytest.raises(holdfast.HoldfastError, match="no parameter of the memory"):
@@ -367,3 +368,109 @@ class TestBudget:
         with pytest.raises(holdfast.ArgumentError, match="no budget"):
             handle.finish()
         handle._detach()
+
+    def test_what_is_not_a_number_is_no_budget_kept(self, scene):
+        model, memory, x, _ = scene
+        other = copy.deepcopy(model)
+        optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+        handle = holdfast.hold(optimizer, other, memory, num_data=len(x), budget=0.1)
+        with torch.no_grad():
+            other[0].weight[0, 0] = torch.nan
+        with pytest.raises(holdfast.BudgetError, match="not a number"):
+            handle.finish()
+        handle._detach()
+
+    def test_a_quadratic_that_does_not_see_what_trains_keeps_no_budget(self, scene):
+        model, _, x, y = scene
+        fisher = holdfast.diagonal_fisher(model, [(x, y)], holdfast.categorical, only="2.*")
+        posterior = holdfast.consolidate(holdfast.prior(model), model, fisher)
+        optimizer = torch.optim.Adam(model.parameters())
+        with pytest.raises(holdfast.ArgumentError, match=r"0\.weight.*which trains"):
+            holdfast.hold(optimizer, model, posterior, num_data=len(x), budget=0.1)
+
+    def test_statistics_go_back_with_the_weights(self):
+        x, y = clouds()
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(10, 40), nn.BatchNorm1d(40), nn.ReLU(), nn.Linear(40, 3))
+        fit(model, x, y, 200)
+        model.eval()
+        fisher = holdfast.kronecker_fisher(model, [(x, y)], holdfast.categorical)
+        memory = holdfast.Memory.of(
+            holdfast.consolidate(holdfast.prior(model), model, fisher), model, holdfast.gaussian_probes([x]),
+            holdfast.kept_answers(model, [(x, y)], holdfast.categorical),
+        )  # fmt: skip
+        before = loss(model, x, y)
+        model.train()
+        fit(
+            model, x + 1.0, clouds(turn=0.8)[1], 60,
+            lambda o: holdfast.hold(o, model, memory, num_data=len(x), budget=0.05),
+        )  # fmt: skip
+        model.eval()
+        assert loss(model, x, y) - before < 0.07
+
+    def test_finished_twice_it_remembers_how_far_it_went_back(self, scene):
+        model, memory, x, _ = scene
+        other = copy.deepcopy(model)
+        optimizer = torch.optim.SGD(other.parameters(), lr=0.5)
+        handle = holdfast.hold(optimizer, other, memory, num_data=len(x), strength=1e-3, budget=0.01)
+        for _ in range(4):
+            optimizer.zero_grad()
+            F.cross_entropy(other(x), clouds(turn=1.0)[1]).backward()
+            optimizer.step()
+        first = handle.finish()
+        assert handle.finish().kept == pytest.approx(first.kept)
+        handle.remove()
+
+    def test_left_by_an_error_it_says_that_the_budget_is_not_finished(self, scene):
+        model, memory, x, y = scene
+        other = copy.deepcopy(model)
+        optimizer = torch.optim.Adam(other.parameters())
+
+        def interrupted():
+            with holdfast.hold(optimizer, other, memory, num_data=len(x), budget=0.1):
+                F.cross_entropy(other(x), y).backward()
+                optimizer.step()
+                raise KeyboardInterrupt
+
+        with (
+            pytest.warns(holdfast.HoldfastWarning, match="before its budget was finished"),
+            pytest.raises(KeyboardInterrupt),
+        ):
+            interrupted()
+
+    def test_of_several_optimizers_each_steps_count(self, scene):
+        model, memory, x, _ = scene
+        other = copy.deepcopy(model)
+        optimizers = [torch.optim.Adam(part.parameters(), lr=0.05) for part in (other[0], other[2])]
+        with holdfast.hold(optimizers, other, memory, num_data=len(x), budget=0.01) as handle:
+            for _ in range(20):
+                F.cross_entropy(other(x), clouds(turn=1.0)[1]).backward()
+                optimizers[0].step()
+                optimizers[1].step()
+            assert handle.strength > 1
+            assert handle.metrics()["holdfast/spent"] > 0.01
+
+
+class TestGrownAndStale:
+    def test_a_head_that_grew_is_asked_about_what_it_knew(self, scene):
+        model, memory, x, y = scene
+        grown = nn.Sequential(nn.Linear(10, 40), nn.ReLU(), nn.Linear(40, 5))
+        with torch.no_grad():
+            grown[0].load_state_dict(model[0].state_dict())
+            grown[2].weight[:3], grown[2].bias[:3] = model[2].weight, model[2].bias
+            grown[2].weight[3:], grown[2].bias[3:] = 0.0, 1.0
+        said = holdfast.forecast(grown, memory.expanded(grown))
+        rise = loss(grown, x, y) - loss(model, x, y)
+        assert rise > 0.05
+        assert rise / 1.5 < said.rise < 1.5 * rise
+
+    def test_answers_that_stand_for_less_than_the_memory_are_doubted(self, scene):
+        model, memory, x, y = scene
+        fisher = holdfast.kronecker_fisher(model, [(x + 1, y)], holdfast.categorical)
+        after = holdfast.consolidate(memory, model, fisher)
+        assert any("with_answers" in doubt for doubt in holdfast.forecast(model, after).doubts)
+        fewer = holdfast.kept_answers(model, [(x, y)], holdfast.categorical, count=20)
+        few = holdfast.Memory.of(memory.posterior, model, memory.probes, fewer)
+        assert any("Only 20" in doubt for doubt in holdfast.forecast(model, few).doubts)
+        thinned = holdfast.consolidate(memory, model, fisher, decay=0.5)
+        assert thinned.answers.num_data == pytest.approx(750)

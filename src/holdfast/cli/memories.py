@@ -5,20 +5,19 @@ from __future__ import annotations
 import sys
 import warnings
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Annotated, Any
 
 import torch
 import typer
 from rich.markup import escape
 from rich.table import Table
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from ..errors import ArgumentError, HoldfastWarning
 from ..file import HEAD
+from ..forecast import Forecast
 from ..forecast import forecast as foretold
-from ..posterior import Memory
+from ..posterior import Memory, Posterior
 from ..posterior import merge as merged
 from ..storage import inspect as inspected
 from ..storage import load, save
@@ -73,7 +72,11 @@ def forecast(
 ) -> None:
     """Say how much of what a memory knows a checkpoint has lost: a local estimate, which ranks checkpoints."""
 
-    said = or_exit(lambda: foretold(_weights(checkpoint), load(memory)))
+    def work() -> Forecast:
+        known = load(memory)
+        return foretold(_of_model(_weights(checkpoint), known.posterior), known)
+
+    said = or_exit(work)
     console.print(f"[bold]{said.rise:.4g}[/bold] nats per old {said.unit}, by the quadratic:")
     table = Table(box=None)
     table.add_column("layer")
@@ -91,16 +94,33 @@ def forecast(
 def _weights(file: Path) -> dict[str, torch.Tensor]:
     """The tensors of a checkpoint, by name; nothing in it is executed."""
     try:
-        if file.suffix == ".safetensors":
-            return load_file(file)
-        found = torch.load(file, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, SafetensorError, UnpicklingError, EOFError) as error:
-        raise ArgumentError(f"{file} could not be read as weights: {str(error).splitlines()[0]}") from error
-    for key in ("state_dict", "model"):
+        found = load_file(file) if file.suffix == ".safetensors" else torch.load(file, "cpu", weights_only=True)
+    except Exception as error:  # a file of anything: every reader fails in its own way
+        said = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ArgumentError(f"{file} could not be read as weights: {said}") from error
+    for key in ("state_dict", "model_state_dict", "model"):
         found = found[key] if isinstance(found, dict) and isinstance(found.get(key), dict) else found
-    if not isinstance(found, dict) or not found or not all(isinstance(each, torch.Tensor) for each in found.values()):
+    tensors = {str(name): each for name, each in found.items() if _is_weight(each)} if isinstance(found, dict) else {}
+    if not tensors:
         raise ArgumentError(f"{file} holds no named weights: save model.state_dict().")
-    return found
+    return tensors
+
+
+def _is_weight(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point() and value.layout == torch.strided
+
+
+def _of_model(weights: dict[str, torch.Tensor], known: Posterior) -> dict[str, torch.Tensor]:
+    """The weights under the names that the memory has for them: without a wrapper's prefix, or a tied one's other."""
+    for prefix in ("", "module.", "_orig_mod.", "model."):
+        found = {}
+        for name in known.mean:
+            there = next((each for each in (name, *known.ties.get(name, ())) if prefix + each in weights), None)
+            if there is not None:
+                found[name] = weights[prefix + there]
+        if len(found) == len(known.mean):
+            return found
+    return weights
 
 
 def _of_memory(facts: dict[str, Any]) -> list[tuple[str, object]]:

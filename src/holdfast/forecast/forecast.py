@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,13 +13,14 @@ from torch import Tensor, nn
 from ..errors import ArgumentError, MismatchError
 from ..params import all_parameters, matched, shapes, some, unwrapped
 from ..posterior import Memory, Posterior, as_posterior
+from ..probes import Answers
 from ..rise import ByProbes, asked, missing
 
 _DRAWS = 2000
 # Where the outputs to probes moved by more than this much of their own spread, a forecast was not checked.
-FAR = 3.0
-# A quadratic that differs from the probes by more than this factor is not to be believed here.
-_APART = 2.0
+FAR = 6.0
+# Fewer answers are no sample.
+_FEW = 100
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,8 @@ def forecast(
 
     With a memory that has probes of inputs and kept answers, the model and the old one (itself at the mean) are asked
     about `draws` probes, and the kept answers are moved as these were. Any checkpoint of the same model will do; of
-    named weights without their model, the quadratic alone is known.
+    named weights without their model, the quadratic alone is known. `forward(model, inputs)` is for models that are
+    called in another way.
 
         print(holdfast.forecast(model, holdfast.load("memory.safetensors")))
     """
@@ -102,19 +105,24 @@ def forecast(
     if not isinstance(model, nn.Module):
         parts = _parts(known, known.delta(model))
         lacks = "weights alone answer nothing: give the model"
-        return Forecast(
-            sum(parts.values()), parts, None, _doubts(known, [], sum(parts.values()), None), known.unit, lacks
-        )
+        return Forecast(sum(parts.values()), parts, None, _doubts(known, [], None), known.unit, lacks)
     inner = unwrapped(model)
     params = matched(inner, shapes(known.mean), ties=known.ties)
     parts = _parts(known, known.delta({name: p.detach().to(known.mean[name].device) for name, p in params.items()}))
     found, lacks = None, missing(posterior)
     if isinstance(posterior, Memory) and not lacks:
-        estimate, now = asked(inner, posterior, draws, seed, forward)
-        found = estimate.rise(now())
+        try:
+            estimate, now = asked(inner, posterior, draws, seed, forward)
+            found = estimate.rise(now())
+        except MismatchError as error:
+            lacks = str(error).rstrip(".")
+    if found is not None and not math.isfinite(found.rise):
+        raise MismatchError("the model's answers to probes are not finite: there is nothing to forecast.")
     inside = {id(parameter) for parameter in params.values()}
     new = [name for name, p in all_parameters(inner).items() if id(p) not in inside and p.requires_grad]
-    doubts = _doubts(known, new, sum(parts.values()), found)
+    doubts = _doubts(known, new, found)
+    if isinstance(posterior, Memory) and posterior.answers is not None and found is not None:
+        doubts = (*doubts, *_of_sample(posterior.answers, known))
     return Forecast(sum(parts.values()), parts, found, doubts, known.unit, lacks)
 
 
@@ -131,7 +139,20 @@ def _parts(known: Posterior, delta: dict[str, Tensor]) -> dict[str, float]:
     }
 
 
-def _doubts(known: Posterior, new: list[str], quadratic: float, found: ByProbes | None) -> tuple[str, ...]:
+def _of_sample(answers: Answers, known: Posterior) -> list[str]:
+    """What speaks against the kept answers."""
+    said = []
+    if len(answers.outputs) < _FEW:
+        said.append(f"Only {len(answers.outputs)} answers were kept: another sample would have said something else.")
+    if not 0.9 <= answers.num_data / known.num_data <= 1.1:
+        said.append(
+            f"The answers stand for {answers.num_data:g} {answers.unit}s, the memory for {known.num_data:g}: what was "
+            "learned without keeping answers of it (memory.with_answers) is not in this."
+        )
+    return said
+
+
+def _doubts(known: Posterior, new: list[str], found: ByProbes | None) -> tuple[str, ...]:
     said = []
     free = [name for name in known.mean if name not in known.precision.shapes]
     if new:
@@ -146,9 +167,5 @@ def _doubts(known: Posterior, new: list[str], quadratic: float, found: ByProbes 
         said.append(
             f"The answers to probes moved {found.moved:.1f} times as far as they lie apart, farther than forecasts "
             "were checked: train anew on all of the data, if it can be had."
-        )
-    elif found.rise > 0.01 and not 1 / _APART <= quadratic / found.rise <= _APART:
-        said.append(
-            f"The quadratic says {quadratic:.3g} where probes say {found.rise:.3g}: it is not to be believed here."
         )
     return tuple(said)

@@ -31,7 +31,7 @@ def kept_answers(
     """Outputs and labels of `count` examples (or tokens) at random, from one pass in evaluation mode: no inputs.
 
     A forecast adds to them how the model's answers to probes have changed since. Outputs of many classes are kept
-    for fewer examples.
+    for fewer examples. `forward(model, batch)` gets the whole batch, as a Fisher's does.
 
         answers = holdfast.kept_answers(model, loader, holdfast.categorical)
         memory = holdfast.Memory.of(posterior, model, probes, answers)

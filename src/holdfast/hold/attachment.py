@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from os import PathLike
 from types import FrameType, TracebackType
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..errors import ArgumentError, InertError, MismatchError, require_number
+from ..errors import ArgumentError, HoldfastWarning, InertError, MismatchError, require_number
 from ..penalty import Drawn, Quadratic, Term
 from ..posterior import Memory, Posterior, as_posterior
 from ..posterior.product import require_counted_once
@@ -200,6 +201,11 @@ class Handle:
     ) -> None:
         if kind is not None:
             self._detach()  # the first error is the one to see
+            if self._budget is not None and self._budget.finished is None and self.steps:
+                warnings.warn(
+                    "training was left before its budget was finished: call finish() on the handle before the model is "
+                    "used.", HoldfastWarning, stacklevel=2,
+                )  # fmt: skip
         else:
             self.remove()
 
@@ -301,7 +307,7 @@ class Handle:
             if self._rotation is not None:
                 self._rotation.after(self._held)
             self._watches[id(optimizer)].after(optimizer)
-            if self._budget is not None and optimizer is self._optimizers[-1]:
+            if self._budget is not None:
                 self._budget.finished = None  # what is trained on is not finished
                 self.strength = self._budget.turn(self._model, self.strength)
 

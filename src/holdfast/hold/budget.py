@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import ArgumentError, BudgetError, require_number
-from ..params import matched, shapes, unwrapped
+from ..errors import ArgumentError, BudgetError, HoldfastError, MismatchError, require_number
+from ..params import buffers, matched, shapes, some, trainable, unwrapped
 from ..penalty import Term
 from ..posterior import Memory, Posterior, as_posterior
 from ..rise import asked, missing
@@ -78,15 +78,38 @@ class Budget:
     def ready(self, model: nn.Module) -> Callable[[], float]:
         """The gauge; made before the first step, so that what does not fit is said then."""
         if self._gauge is None:
-            self._gauge = self._made(model, _DRAWS, 0)
+            self._require_covered(model)
+            try:
+                self._gauge = self._made(model, _DRAWS, 0)
+            except (TypeError, IndexError, RuntimeError) as error:
+                if isinstance(error, HoldfastError):
+                    raise
+                raise MismatchError(
+                    f"the probes do not go through the model as model(inputs): {str(error).splitlines()[0]}. Wrap it "
+                    "in a module that takes its inputs alone."
+                ) from error
         return self._gauge
+
+    def _require_covered(self, model: nn.Module) -> None:
+        """What the quadratic does not see move, it does not count."""
+        if self._by_probes:
+            return
+        posterior = as_posterior(self.memory)
+        inside = matched(model, shapes(posterior.mean), ties=posterior.ties)
+        seen = {id(parameter) for name, parameter in inside.items() if name in posterior.precision.shapes}
+        blind = [name for name, parameter in trainable(unwrapped(model)).items() if id(parameter) not in seen]
+        if blind:
+            raise ArgumentError(
+                f"the quadratic says nothing of {some(blind)}, which trains: what is spent there would not be counted. "
+                "Freeze it, or keep probes and answers in the memory."
+            )
 
     def turn(self, model: nn.Module, strength: float) -> float:
         """After a step: look at what is spent, every few of them, and say which strength to go on with."""
         self._looks += 1
         if self._looks % _EVERY:
             return strength
-        self.spent = self.ready(model)()
+        self.spent = self._told(self.ready(model))
         over = math.log(max(self.spent, 1e-12) / self.limit)
         found = min(_MOST, max(_LEAST, strength * math.exp(_GAIN * min(1.0, max(-1.0, over)))))
         self._hopeless = self._hopeless + 1 if found == _MOST and self.spent > self.limit else 0
@@ -97,21 +120,36 @@ class Budget:
             )
         return found
 
+    def _told(self, gauge: Callable[[], float]) -> float:
+        found = gauge()
+        if not math.isfinite(found):
+            raise BudgetError(
+                "what was spent is not a number any more: the model's weights or answers are not finite. A strong hold "
+                "needs small steps of plain SGD; take a lower learning rate, or Adam."
+            )
+        return found
+
     @torch.no_grad()
     def finish(self, model: nn.Module, strength: float) -> Spent:
         """Go back toward the old weights, as far as it takes: θ ← μ + s (θ − μ), the largest s inside the budget."""
         gauge = self._made(model, _LAST_DRAWS, 1)  # other probes than those the strength was steered by
         posterior = as_posterior(self.memory)
-        params = matched(model, shapes(posterior.mean), ties=posterior.ties)
-        there = {name: parameter.detach().clone() for name, parameter in params.items()}
-        start = {name: posterior.mean[name].to(value) for name, value in there.items()}
-        self.spent, kept = gauge(), 1.0
+        before = 1.0 if self.finished is None else self.finished.kept
+        params: dict[str, Tensor] = dict(matched(model, shapes(posterior.mean), ties=posterior.ties))
+        start = {name: posterior.mean[name] for name in params}
+        if isinstance(self.memory, Memory):  # statistics go back with the weights that they were taken of
+            for name, buffer in buffers(unwrapped(model)).items():
+                if name in self.memory.buffers and buffer.is_floating_point():
+                    params[f"buffer {name}"], start[f"buffer {name}"] = buffer, self.memory.buffers[name]
+        there = {name: value.detach().clone() for name, value in params.items()}
+        start = {name: start[name].to(value) for name, value in there.items()}
+        self.spent, kept = self._told(gauge), 1.0
         if self.spent > self.limit:
             low, high = 0.0, 1.0
             for _ in range(_HALVINGS):
                 middle = (low + high) / 2
                 _place(params, start, there, middle)
-                low, high = (middle, high) if gauge() <= self.limit else (low, middle)
+                low, high = (middle, high) if self._told(gauge) <= self.limit else (low, middle)
             if low < _NOTHING:
                 _place(params, start, there, 1.0)
                 raise BudgetError(
@@ -120,8 +158,8 @@ class Budget:
                     "Allow more, hold by answers (holdfast.distill), or train on old and new data together."
                 )
             _place(params, start, there, low)
-            self.spent, kept = gauge(), low
-        self.finished = Spent(self.limit, self.spent, strength, kept, self.by)
+            self.spent, kept = self._told(gauge), low
+        self.finished = Spent(self.limit, self.spent, strength, before * kept, self.by)
         return self.finished
 
     def _made(self, model: nn.Module, draws: int, seed: int) -> Callable[[], float]:
@@ -137,8 +175,6 @@ class Budget:
         return rise
 
 
-def _place(
-    params: Mapping[str, nn.Parameter], start: Mapping[str, Tensor], end: Mapping[str, Tensor], part: float
-) -> None:
+def _place(params: Mapping[str, Tensor], start: Mapping[str, Tensor], end: Mapping[str, Tensor], part: float) -> None:
     for name, parameter in params.items():
         parameter.copy_(end[name] if part == 1 else torch.lerp(start[name], end[name], part))

@@ -25,6 +25,8 @@ def evidence(posterior: Posterior | Memory, before: Posterior | Memory, nll: flo
     after, known = as_posterior(posterior), as_posterior(before)
     if isinstance(nll, bool) or not isinstance(nll, (int, float)) or not math.isfinite(nll):
         raise ArgumentError(f"nll is the loss at the mean, summed over the data in nats, got {nll!r}.")
+    if after.parents and known.id not in after.parents:
+        raise ArgumentError("the posterior was not made from this prior: give what consolidate started from.")
     if known.precision.is_zero():
         raise ArgumentError(
             "a flat prior has no density, and no evidence: ℓ₂ = 0. Start from holdfast.prior(model, precision=...), "

@@ -75,7 +75,8 @@ def _remembered(before: Kept, after: Posterior, model: nn.Module, decay: float) 
     if not isinstance(before, Memory):
         return after
     probes = before.probes if before.probes is None or decay == 1 else before.probes.thinned(decay)
-    return Memory.of(after, model, probes, before.answers)
+    answers = before.answers if before.answers is None or decay == 1 else before.answers.thinned(decay)
+    return Memory.of(after, model, probes, answers)
 
 
 def _aligned(posterior: Posterior, model: nn.Module, fisher: Precision) -> tuple[Posterior, Precision]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..errors import ArgumentError, MismatchError
 from ..likelihood import Likelihood, bernoulli, categorical, gaussian
 
-_GAUSSIAN = re.compile(r"gaussian\(scale=([0-9.e+-]+)\)")
+_GAUSSIAN = re.compile(r"gaussian\(scale=([0-9]+(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?)\)")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -96,6 +96,10 @@ class Answers:
             for mine, theirs in ((self.outputs, other.outputs), (self.labels, other.labels))
         )
         return replace(self, outputs=outputs, labels=labels, num_data=total)
+
+    def thinned(self, factor: float) -> Answers:
+        """The same, standing for so many times as much data."""
+        return replace(self, num_data=self.num_data * factor)
 
     def to(self, device: torch.device | str) -> Answers:
         """The same on another device."""

@@ -43,7 +43,8 @@ def asked(
         with untouched(model), torch.no_grad():
             return torch.cat([single.each(plain(model, each))[0].float() for each in inputs])
 
-    return Paired(memory.answers.to(device), then), now
+    known = memory.answers.outputs.shape[-1]  # a head that grew answers with more now; then it knew these
+    return Paired(memory.answers.to(device), then[..., :known] if then.ndim > 1 else then), now
 
 
 def _each(memory: Memory) -> Likelihood:
