@@ -1,0 +1,254 @@
+"""A model being held: what happens around each step of its optimizers."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable
+from types import FrameType, TracebackType
+from typing import Any
+from weakref import ReferenceType, WeakKeyDictionary, ref
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..errors import ArgumentError, HoldfastWarning, InertError, require_number
+from ..penalty import Drawn, Term
+from .budget import Budget, Spent
+from .guard import (
+    Watch,
+    parameters,
+    require_gradient_matters,
+    require_reach,
+    require_something_trains,
+    warn_of_weight_decay,
+)
+from .rotation import Rotation
+
+# Weak on both sides: the optimizer's own hooks keep its handle alive.
+_held_by: WeakKeyDictionary[Optimizer, ReferenceType[Handle]] = WeakKeyDictionary()
+
+
+class Handle:
+    """A model being held. `strength` may be changed while training; `remove()` lets go."""
+
+    def __init__(
+        self,
+        optimizers: list[Optimizer],
+        model: nn.Module,
+        terms: list[Term],
+        num_data: float,
+        strength: float,
+        rotation: Rotation | None = None,
+        budget: Budget | None = None,
+    ) -> None:
+        self._optimizers = optimizers
+        self._model = model
+        self._terms = terms
+        self._num_data = num_data
+        self._strength = require_number(strength, "strength")
+        self._rotation = rotation
+        self._budget = budget
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self._steps = {id(optimizer): 0 for optimizer in optimizers}
+        self._steps_under_way: dict[int, FrameType] = {}
+        self._held = self._lookup()
+        self._watches = {id(optimizer): Watch(optimizer) for optimizer in optimizers}
+
+    @property
+    def strength(self) -> float:
+        """How much an old example counts against a new one."""
+        return self._strength
+
+    @strength.setter
+    def strength(self, value: float) -> None:
+        self._strength = require_number(value, "strength")
+
+    @property
+    def penalty(self) -> float:
+        """What the terms sum to now, in nats, before the strength: ½ (θ−μ)ᵀΛ(θ−μ) for a posterior."""
+        return sum(float(term.value(self._model)) for term in self._terms) if self._held else 0.0
+
+    @property
+    def steps(self) -> int:
+        """How many optimizer steps were held, over all optimizers."""
+        return sum(self._steps.values())
+
+    @property
+    def generators(self) -> list[torch.Generator]:
+        """What terms draw with: a CUDA graph that records steps must register each (`register_generator_state`)."""
+        found = [term.generator for term in self._terms if isinstance(term, Drawn)]
+        return [generator for generator in found if generator is not None]
+
+    def metrics(self) -> dict[str, float]:
+        """Numbers for a logger. `rise` is the terms' estimate of nats lost per old example."""
+        value = self.penalty
+        old = sum(term.num_data for term in self._terms)
+        return {
+            "holdfast/penalty": value,
+            "holdfast/loss": self.strength * value / self._num_data,
+            "holdfast/rise": value / old if old else 0.0,
+            "holdfast/strength": self.strength,
+            "holdfast/steps": float(self.steps),
+            "holdfast/held_parameters": float(sum(p.numel() for p in self._held.values())),
+            **({} if self._budget is None else {"holdfast/spent": self._budget.spent}),
+        }
+
+    def finish(self) -> Spent:
+        """Bring the model inside its budget, and say what was spent: before the last save. Training is over then."""
+        if self._budget is None:
+            raise ArgumentError("there is no budget to finish: hold(..., budget=0.05) sets one.")
+        return self._budget.finish(self._model, self.strength)
+
+    @property
+    def spent(self) -> Spent | None:
+        """What came of the budget, once it is finished."""
+        return None if self._budget is None else self._budget.finished
+
+    def remove(self) -> None:
+        """Let go, inside the budget if there is one. Raises if an optimizer with something to hold made no step."""
+        attached = bool(self._hooks)
+        self._detach()
+        if attached and self._budget is not None and self._budget.finished is None and self.steps:
+            self.finish()
+        ids = {id(parameter) for parameter in self._held.values() if parameter.requires_grad}
+        for optimizer in self._optimizers if attached else []:
+            if not self._steps[id(optimizer)] and any(id(parameter) in ids for parameter in parameters(optimizer)):
+                raise InertError(
+                    f"{type(optimizer).__name__} never made a step while it was held, so the penalty did nothing. Was "
+                    "the model trained with another optimizer (a copy loses its hooks), or was the loop empty?"
+                )
+
+    def __enter__(self) -> Handle:
+        if not self._hooks:
+            raise InertError("this hold was removed and would do nothing. Call holdfast.hold again.")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None:
+            self._detach()  # the first error is the one to see
+            if self._budget is not None and self._budget.finished is None and self.steps:
+                warnings.warn(
+                    "training was left before its budget was finished: call finish() on the handle before the model is "
+                    "used.", HoldfastWarning, stacklevel=2,
+                )  # fmt: skip
+        else:
+            self.remove()
+
+    def _attach(self) -> None:
+        for optimizer in self._optimizers:
+            if _holder(optimizer) is not None:
+                raise ArgumentError(
+                    "this optimizer is already held, and both penalties would act. Call remove() on the first handle "
+                    "(or leave its `with` block); to hold to several posteriors, give hold a list of them."
+                )
+        if self._held:
+            require_something_trains(self._held)
+            require_reach(self._held, self._optimizers, self._model)
+            for optimizer in self._optimizers:
+                require_gradient_matters(optimizer)
+            warn_of_weight_decay(self._held, self._optimizers, stacklevel=3)
+        for optimizer in self._optimizers:
+            self._hooks.append(optimizer.register_step_pre_hook(self._before))
+            self._hooks.append(optimizer.register_step_post_hook(self._after))
+            _held_by[optimizer] = ref(self)
+
+    def _lookup(self) -> dict[str, nn.Parameter]:
+        return {name: parameter for term in self._terms for name, parameter in term.held(self._model).items()}
+
+    def _detach(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        for optimizer in self._optimizers:
+            if _holder(optimizer) is self:
+                del _held_by[optimizer]
+        self._steps_under_way.clear()
+
+    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        if self._is_nested(optimizer, sys._getframe(1)):
+            return None
+        self._steps[id(optimizer)] += 1
+        if not self._held:
+            return None
+        if self._rotation is not None:
+            self._rotation.start()
+        for term in self._terms:
+            if isinstance(term, Drawn):
+                term.start()
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if not callable(closure):
+            self._add_gradient(optimizer)
+            return None
+        held = self._held_closure(optimizer, closure)
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": held}
+        return (args[0], held, *args[2:]), kwargs
+
+    def _is_nested(self, optimizer: Optimizer, caller: FrameType) -> bool:
+        """Whether this is a step within a step: a subclass that calls its parent's fires the hooks of both.
+
+        Told by the caller's frame, which is gone when a step was left by an error.
+        """
+        outer, frame = self._steps_under_way.get(id(optimizer)), caller.f_back
+        while outer is not None and frame is not None:
+            if frame is outer:
+                return True
+            frame = frame.f_back
+        self._steps_under_way[id(optimizer)] = caller
+        return False
+
+    def _held_closure(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """A closure zeroes the gradients itself, so the pull comes after it; line searches see the whole objective."""
+
+        def held() -> Any:
+            loss = closure()
+            added = self._add_gradient(optimizer)
+            return None if loss is None else loss + (added.to(loss) if isinstance(loss, Tensor) else float(added))
+
+        return held
+
+    def _add_gradient(self, optimizer: Optimizer) -> Tensor:
+        """Add strength/N · ∇penalty to the gradients this optimizer will use; returns what that adds to the loss."""
+        self._held = self._lookup()
+        require_reach(self._held, self._optimizers, self._model)
+        # Where the optimizer climbs, the penalty is what is taken off the objective.
+        sign = -1.0 if _climbs(optimizer) else 1.0
+        scale = sign * self.strength / self._num_data
+        # A fused optimizer divides by the scaler's factor inside its kernel: the pull must be scaled up alike.
+        loss_scale = getattr(optimizer, "grad_scale", None)
+        ours = {id(parameter) for parameter in parameters(optimizer) if parameter.requires_grad}
+        factor = scale if loss_scale is None else scale * loss_scale
+        value: Tensor = sum(term.add_gradient_(self._model, factor, ours) for term in self._terms)  # type: ignore[assignment]
+        watch = self._watches[id(optimizer)]
+        if not watch.satisfied and scale != 0 and bool(value > 0):
+            watch.before(self._held, ours)
+        if self._rotation is not None:
+            self._rotation.before(self._held, ours)
+        return scale * value
+
+    def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._steps_under_way.get(id(optimizer)) is sys._getframe(1):
+            del self._steps_under_way[id(optimizer)]
+            if self._rotation is not None:
+                self._rotation.after(self._held)
+            self._watches[id(optimizer)].after(optimizer)
+            if self._budget is not None:
+                self._budget.finished = None  # what is trained on is not finished
+                self.strength = self._budget.turn(self._model, self.strength)
+
+
+def _holder(optimizer: Optimizer) -> Handle | None:
+    handle = _held_by.get(optimizer)
+    return None if handle is None else handle()
+
+
+def _climbs(optimizer: Optimizer) -> bool:
+    """Whether the optimizer maximizes its objective."""
+    ways = {bool(group.get("maximize", False)) for group in optimizer.param_groups}
+    if len(ways) > 1:
+        raise ArgumentError("some parameter groups of the optimizer maximize and others minimize: hold needs one way.")
+    return ways.pop()
