@@ -10,14 +10,11 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
-import platform
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 import torch
-from forecast import Made, Scene, loss, made, train
+from forecast import Made, Scene, loss, made, made_anew, train
 
 import holdfast
 
@@ -130,18 +127,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="write the results as JSON; scenes that are there are not run again")
     options = parser.parse_args()
-    torch.set_num_threads(1)
-    kept = json.loads(options.out.read_text(encoding="utf-8"))["runs"] if options.out and options.out.exists() else []
-    for scene in SCENES:
-        if any(run["seed"] == scene.seed for run in kept):
-            continue
-        kept += measured(scene)
-        if options.out:
-            results = {
-                "torch": torch.__version__, "python": platform.python_version(), "holdfast": holdfast.__version__,
-                "date": date.today().isoformat(), "runs": kept,
-            }  # fmt: skip
-            options.out.write_text(json.dumps(results) + "\n", encoding="utf-8")
+    kept = made_anew(options.out, SCENES, measured)
     print(table(kept), summary(kept), sep="\n\n")
 
 

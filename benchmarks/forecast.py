@@ -303,25 +303,36 @@ def drawn(runs: list[dict[str, Any]]) -> str:
     )
 
 
+def made_anew(
+    out: Path | None, scenes: list[Scene], measure: Callable[[Scene], list[dict[str, Any]]]
+) -> list[dict[str, Any]]:
+    """The runs of scenes, kept in a file as they come; those that are there are not run again."""
+    torch.set_num_threads(1)
+    kept: list[dict[str, Any]] = (
+        json.loads(out.read_text(encoding="utf-8"))["runs"] if out is not None and out.exists() else []
+    )
+    for scene in scenes:
+        if any(run["seed"] == scene.seed for run in kept):
+            continue
+        kept += measure(scene)
+        if out is not None:
+            results = {
+                "torch": torch.__version__, "python": platform.python_version(), "holdfast": holdfast.__version__,
+                "date": date.today().isoformat(), "runs": kept,
+            }  # fmt: skip
+            out.write_text(json.dumps(results) + "\n", encoding="utf-8")
+    return kept
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--scenes", type=int, nargs="*", help="the seeds of some scenes, else all")
     parser.add_argument("--out", type=Path, help="write the results as JSON; scenes that are there are not run again")
     parser.add_argument("--figure", type=Path, help="draw them")
     options = parser.parse_args()
-    torch.set_num_threads(1)
-    kept = json.loads(options.out.read_text(encoding="utf-8"))["runs"] if options.out and options.out.exists() else []
-    for scene in SCENES:
-        known = any(run["seed"] == scene.seed for run in kept)
-        if known or (options.scenes and scene.seed not in options.scenes):
-            continue
-        kept += measured(scene)
-        if options.out:
-            results = {
-                "torch": torch.__version__, "python": platform.python_version(), "holdfast": holdfast.__version__,
-                "date": date.today().isoformat(), "runs": kept,
-            }  # fmt: skip
-            options.out.write_text(json.dumps(results) + "\n", encoding="utf-8")
+    kept = made_anew(
+        options.out, [each for each in SCENES if not options.scenes or each.seed in options.scenes], measured
+    )
     print(table(kept), summary(kept), sep="\n\n")
     if options.figure:
         options.figure.write_text(drawn(kept) + "\n", encoding="utf-8")

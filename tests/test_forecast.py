@@ -108,6 +108,7 @@ class TestForecast:
         grown = nn.Sequential(*copy.deepcopy(model), nn.Linear(3, 3))
         said = holdfast.forecast(grown, memory)
         assert any("new head" in doubt for doubt in said.doubts)
+        assert any("could not be asked" in doubt for doubt in said.doubts)
         with pytest.raises(holdfast.ArgumentError, match="which trains"):
             _ = said.by_probes
         with pytest.raises(holdfast.ArgumentError, match="no data"):
@@ -159,6 +160,22 @@ class TestForecast:
             other.weight += 0.4
             rise = float((likelihood.nll(other(x), y) - likelihood.nll(model(x), y)).mean())
         assert rise / 1.6 < holdfast.forecast(other, memory).rise < 1.6 * rise
+
+    def test_one_number_an_example(self):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 1), nn.Flatten(0))
+        x, likelihood = torch.randn(500, 4), holdfast.gaussian(0.5)
+        y = model(x).detach() + 0.5 * torch.randn(500)
+        posterior = holdfast.consolidate(
+            holdfast.prior(model), model, holdfast.diagonal_fisher(model, [(x, y)], likelihood)
+        )
+        answers = holdfast.kept_answers(model, [(x, y)], likelihood)
+        memory = holdfast.Memory.of(posterior, model, holdfast.gaussian_probes([x]), answers)
+        other = copy.deepcopy(model)
+        with torch.no_grad():
+            other[0].weight += 0.3
+            rise = float((likelihood.nll(other(x), y) - likelihood.nll(model(x), y)).mean())
+        assert rise / 1.5 < holdfast.forecast(other, memory).rise < 1.5 * rise
 
     def test_tokens_are_answered_one_by_one(self):
         torch.manual_seed(0)
@@ -278,6 +295,19 @@ class TestAnswers:
             small + large
 
 
+def overspent(scene, budget=0.01):
+    """A model that four large steps took out of its budget, and the handle that held it."""
+    model, memory, x, _ = scene
+    other = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.5)
+    handle = holdfast.hold(optimizer, other, memory, num_data=len(x), strength=1e-3, budget=budget)
+    for _ in range(4):
+        optimizer.zero_grad()
+        F.cross_entropy(other(x), clouds(turn=1.0)[1]).backward()
+        optimizer.step()
+    return other, handle
+
+
 class TestBudget:
     @pytest.mark.parametrize("budget", [0.02, 0.1])
     def test_it_is_kept_on_the_old_data_and_the_new_task_is_learned(self, scene, budget):
@@ -291,14 +321,7 @@ class TestBudget:
         assert loss(other, x, new) < loss(model, x, new)
 
     def test_the_finish_goes_back_on_the_straight_line_to_the_mean(self, scene):
-        model, memory, x, _ = scene
-        other = copy.deepcopy(model)
-        optimizer = torch.optim.SGD(other.parameters(), lr=0.5)
-        handle = holdfast.hold(optimizer, other, memory, num_data=len(x), strength=1e-3, budget=0.01)
-        for _ in range(4):
-            optimizer.zero_grad()
-            F.cross_entropy(other(x), clouds(turn=1.0)[1]).backward()
-            optimizer.step()
+        memory, (other, handle) = scene[1], overspent(scene)
         before = {name: parameter.detach().clone() for name, parameter in other.named_parameters()}
         spent = handle.finish()
         assert 0 < spent.kept < 1
@@ -333,6 +356,24 @@ class TestBudget:
         )  # fmt: skip
         assert "local" in handle.spent.by
         assert float(holdfast.penalty(other, memory.posterior).detach()) / memory.num_data <= 0.0101
+
+    def test_of_several_terms_the_largest_estimate_counts(self, scene):
+        """A mean of the quadratic and the divergence would hide that one of them is spent."""
+        model, memory, x, _ = scene
+        other = copy.deepcopy(model)
+        fit(other, x, clouds(turn=0.5)[1], 20)
+        term = holdfast.distill(other, memory, likelihood=holdfast.categorical)
+        posterior = memory.posterior
+        each = [
+            float(holdfast.penalty(other, posterior).detach()) / posterior.num_data,
+            float(term.value(other)) / term.num_data,
+        ]
+        assert max(each) > 1.2 * min(each)
+        optimizer = torch.optim.SGD(other.parameters(), lr=0.0)
+        with holdfast.hold(optimizer, other, [posterior, term], num_data=len(x), budget=10.0) as handle:
+            F.cross_entropy(other(x), clouds(turn=0.5)[1]).backward()
+            optimizer.step()
+        assert handle.spent.rise == pytest.approx(max(each), rel=1e-4)
 
     def test_a_budget_that_leaves_nothing_is_refused_and_nothing_is_lost(self, scene):
         model, memory, x, _ = scene
@@ -409,14 +450,7 @@ class TestBudget:
         assert loss(model, x, y) - before < 0.07
 
     def test_finished_twice_it_remembers_how_far_it_went_back(self, scene):
-        model, memory, x, _ = scene
-        other = copy.deepcopy(model)
-        optimizer = torch.optim.SGD(other.parameters(), lr=0.5)
-        handle = holdfast.hold(optimizer, other, memory, num_data=len(x), strength=1e-3, budget=0.01)
-        for _ in range(4):
-            optimizer.zero_grad()
-            F.cross_entropy(other(x), clouds(turn=1.0)[1]).backward()
-            optimizer.step()
+        _, handle = overspent(scene)
         first = handle.finish()
         assert handle.finish().kept == pytest.approx(first.kept)
         handle.remove()

@@ -51,6 +51,10 @@ def _by_squares(protocol: Protocol) -> bool:
     return protocol.training.loss == "squared"
 
 
+def _by_classes(protocol: Protocol) -> bool:
+    return protocol.training.loss == "cross-entropy"
+
+
 def _of_text(protocol: Protocol) -> bool:
     return protocol.stream == "text"
 
@@ -84,7 +88,9 @@ METHODS: dict[str, Entry] = {
         lambda s: Held(kronecker(exact_trace=True), strength=s), "Kronecker, each layer with its exact trace"
     ),
     "kronecker-softened": Entry(
-        lambda s: Held(kronecker(temperature=4.0), strength=s), "Kronecker, its Fisher taken at a quarter of the logits"
+        lambda s: Held(kronecker(temperature=4.0), strength=s),
+        "Kronecker, its Fisher taken at a quarter of the logits; cross-entropy",
+        fits=_by_classes,
     ),
     "kronecker-rotated": Entry(
         lambda s: Held(kronecker(), strength=s, rotate=True), "Kronecker, steps in the factors' eigenvectors"

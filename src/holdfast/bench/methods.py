@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ..curvature import diagonal_fisher, hutchinson_hessian, kronecker_fisher, lowrank_fisher
 from ..curvature.scores import Targets
+from ..errors import ArgumentError
 from ..hold import hold
 from ..likelihood import Likelihood, softened
 from ..posterior import Posterior, consolidate, merge, prior
@@ -176,7 +177,11 @@ def kronecker(targets: Targets = "expected", exact_trace: bool = False, temperat
 
 
 def _softened(likelihood: Likelihood, temperature: float) -> Likelihood:
-    return softened(temperature) if likelihood.name == "categorical" and temperature != 1 else likelihood
+    if temperature == 1:
+        return likelihood
+    if likelihood.name != "categorical":
+        raise ArgumentError(f"a temperature is for classes: {likelihood.name} has none.")
+    return softened(temperature)
 
 
 def lowrank(rank: int, rows: int | None = None, targets: Targets = "expected") -> Curvature:

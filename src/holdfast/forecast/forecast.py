@@ -109,20 +109,19 @@ def forecast(
     inner = unwrapped(model)
     params = matched(inner, shapes(known.mean), ties=known.ties)
     parts = _parts(known, known.delta({name: p.detach().to(known.mean[name].device) for name, p in params.items()}))
-    found, lacks = None, missing(posterior)
-    if isinstance(posterior, Memory) and not lacks:
+    found, lacks, against = None, missing(posterior), []
+    if isinstance(posterior, Memory) and posterior.answers is not None and not lacks:
         try:
             estimate, now = asked(inner, posterior, draws, seed, forward)
-            found = estimate.rise(now())
+            found, against = estimate.rise(now()), _of_sample(posterior.answers, known)
         except MismatchError as error:
             lacks = str(error).rstrip(".")
+            against = [f"Its probes could not be asked: {lacks}."]
     if found is not None and not math.isfinite(found.rise):
         raise MismatchError("the model's answers to probes are not finite: there is nothing to forecast.")
     inside = {id(parameter) for parameter in params.values()}
     new = [name for name, p in all_parameters(inner).items() if id(p) not in inside and p.requires_grad]
-    doubts = _doubts(known, new, found)
-    if isinstance(posterior, Memory) and posterior.answers is not None and found is not None:
-        doubts = (*doubts, *_of_sample(posterior.answers, known))
+    doubts = (*_doubts(known, new, found), *against)
     return Forecast(sum(parts.values()), parts, found, doubts, known.unit, lacks)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..curvature.batches import read, run
 from ..errors import ArgumentError, DataError
@@ -63,8 +63,4 @@ def kept_answers(
             labels = targets if not seen else torch.cat([labels, targets])
             outputs, labels, keys = outputs[first.to(outputs.device)], labels[first.to(labels.device)], joined[first]
             seen += float(likelihood.count(batch.size, batch.target))
-    return Answers(outputs.detach().clone(), _whole(labels), kind, seen, likelihood.unit)
-
-
-def _whole(labels: Tensor) -> Tensor:
-    return labels.detach().clone()
+    return Answers(outputs.clone(), labels.clone(), kind, seen, likelihood.unit)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,8 +23,6 @@ _SMALLEST = 1e-4  # nats: below, the rounding of a loss is in the way
 _DRAWS, _LAST_DRAWS = 500, 2000  # probes asked about at each look, and at the end
 _HALVINGS = 20
 _NOTHING = 0.02  # of the way from the old weights to the new: so little is no learning
-
-Forward = Callable[[nn.Module, Any], Any]
 
 
 @dataclass(frozen=True)
@@ -50,7 +47,6 @@ class Budget:
     limit: float
     memory: Posterior | Memory
     terms: Sequence[Term]
-    forward: Forward | None = None
     spent: float = 0.0
     finished: Spent | None = None
     _looks: int = field(default=0, repr=False)
@@ -69,7 +65,7 @@ class Budget:
     @property
     def by(self) -> str:
         """What the rise is told by."""
-        return "probes" if self._by_probes else "the quadratic, a local estimate"
+        return "probes" if self._by_probes else "what is held to, a local estimate"
 
     @property
     def _by_probes(self) -> bool:
@@ -164,9 +160,10 @@ class Budget:
 
     def _made(self, model: nn.Module, draws: int, seed: int) -> Callable[[], float]:
         if not isinstance(self.memory, Memory) or not self._by_probes:
-            old = sum(term.num_data for term in self.terms)
-            return lambda: sum(float(term.value(model)) for term in self.terms) / old
-        estimate, now = asked(unwrapped(model), self.memory, draws, seed, self.forward)
+            # Each term is an estimate of the same rise: the largest, for a mean of them would hide it.
+            counted = [term for term in self.terms if term.num_data]
+            return lambda: max(float(term.value(model)) / term.num_data for term in counted)
+        estimate, now = asked(unwrapped(model), self.memory, draws, seed)
 
         def rise() -> float:
             found = estimate.rise(now())

@@ -6,7 +6,7 @@ import math
 
 from torch import nn
 
-from ..errors import ArgumentError, require_number
+from ..errors import ArgumentError
 from ..precision import Precision
 from .gaussian import Memory, Posterior, as_posterior, prior
 from .recursion import consolidate
@@ -42,7 +42,6 @@ def prior_precision(model: nn.Module, fisher: Precision, nll: float, *, mean: fl
     Over ten orders of magnitude and more, by golden section in its logarithm (MacKay 1992). `fisher` and `nll` are of
     the model's data at its present weights. An end of the range means that the data does not say.
     """
-    require_number(mean, "a prior's mean") if mean >= 0 else require_number(-mean, "a prior's mean")
 
     def found(log: float) -> float:
         start = prior(model, precision=math.exp(log), mean=mean)

@@ -12,6 +12,7 @@ from ..errors import ArgumentError
 from ..likelihood import Likelihood, tokens
 from ..posterior import Memory, Posterior
 from ..posterior.recalled import Forward, recalled
+from ..probes import Answers
 from ..untouched import untouched
 from .paired import Paired
 
@@ -20,7 +21,7 @@ _TEXTS = 64
 
 
 def asked(
-    model: nn.Module, memory: Memory, draws: int, seed: int, forward: Callable[[nn.Module, Any], Any] | None
+    model: nn.Module, memory: Memory, draws: int, seed: int, forward: Callable[[nn.Module, Any], Any] | None = None
 ) -> tuple[Paired, Callable[[], Tensor]]:
     """The kept answers beside probes, and a way to ask the model about these at its present weights."""
     if memory.probes is None or memory.answers is None:
@@ -35,7 +36,7 @@ def asked(
     count = draws if probes.unit == "example" else max(_TEXTS, -(-draws // max(1, probes.shape.numel())))
     inputs = [probes.draw(min(_BATCH, count - start), generator) for start in range(0, count, _BATCH)]
     inputs = [each.to(dtype) if each.is_floating_point() else each for each in inputs]
-    single = _each(memory)
+    single = _each(memory.answers)
     old = recalled(model, memory, forward=plain)
     then = torch.cat([single.each(old(each))[0].float() for each in inputs])
 
@@ -43,15 +44,13 @@ def asked(
         with untouched(model), torch.no_grad():
             return torch.cat([single.each(plain(model, each))[0].float() for each in inputs])
 
-    known = memory.answers.outputs.shape[-1]  # a head that grew answers with more now; then it knew these
-    return Paired(memory.answers.to(device), then[..., :known] if then.ndim > 1 else then), now
+    if then.ndim > 1:  # a head that grew answers with more now; then it knew these
+        then = then[..., : memory.answers.outputs.shape[-1]]
+    return Paired(memory.answers.to(device), then), now
 
 
-def _each(memory: Memory) -> Likelihood:
-    """How a model's output is cut into single answers. Where positions are shifted, every one but the last."""
-    answers = memory.answers
-    if answers is None:
-        raise ArgumentError("the memory has no answers.")
+def _each(answers: Answers) -> Likelihood:
+    """How a model's output is cut into single answers: of texts, every position is one."""
     return tokens(shift=False) if answers.unit == "token" else answers.likelihood
 
 

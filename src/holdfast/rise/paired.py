@@ -53,8 +53,10 @@ class Paired:
                 f"the kept answers have outputs of shape {tuple(outputs.shape[1:])}, the old model's to probes "
                 f"{tuple(old.shape[1:])}: are they of the same model, and the same way to call it (`forward`)?"
             )
-        self._likelihood, self._old, self._outputs = likelihood, old, outputs
-        self._labels = answers.labels.to(old.device)
+        labels = answers.labels.to(old.device)
+        if old.ndim == 1:  # one number an example: as a column
+            old, outputs, labels = old.unsqueeze(-1), outputs.unsqueeze(-1), labels.unsqueeze(-1)
+        self._likelihood, self._old, self._outputs, self._labels = likelihood, old, outputs, labels
         self._before = likelihood.nll(outputs, self._labels)
         near = min(near, len(old))
         self._pairs = [
@@ -68,7 +70,7 @@ class Paired:
     @torch.no_grad()
     def rise(self, new: Tensor) -> ByProbes:
         """From the model's outputs to the same probes now. Outputs that were added at the end count as they are."""
-        new = new.to(self._old)
+        new = (new.unsqueeze(-1) if new.ndim == 1 else new).to(self._old)
         known = self._old.shape[-1]
         if new.shape[:-1] != self._old.shape[:-1] or new.shape[-1] < known:
             raise MismatchError(
