@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import statistics
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -169,7 +170,31 @@ def distillation() -> list[str]:
         json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8")) for name in ("equivalence", "hold-cpu")
     )
     lines = [f"{found['seeds']} seeds, geometric means, {found['date']}:", "", table(found["runs"]), ""]
-    return [*lines, f"What a hold costs, {costs['date']}:", "", hold_table(costs["runs"], costs["device"])]
+    lines += [f"What a hold costs, {costs['date']}:", "", hold_table(costs["runs"], costs["device"]), ""]
+    return [*lines, *sequences((5, 10, 20))]
+
+
+def sequences(lengths: tuple[int, ...]) -> list[str]:
+    """How the holds fare as a sequence of tasks grows: one run of twenty, looked at on the way."""
+    found = [
+        one for one in collected(RESULTS / "bench" / "h200.jsonl") if one.protocol == f"vcl (tasks {max(lengths)})"
+    ]
+    made, seeds = found[0].made, len({one.run.seed for one in found})
+    lines = [
+        f"Permuted MNIST, 2×100, all at strength 1, {seeds} seeds; the mean accuracy over the tasks so far, and how "
+        f"much the earlier ones fell from their best ({made['device']}, {made['date'][:10]}):",
+        "",
+        f"| held by | {' | '.join(f'after {each}, % | fell, points' for each in lengths)} |",
+        "|---|" + "---|---|" * len(lengths),
+    ]
+    for method in dict.fromkeys(one.run.method for one in found):
+        runs = [one.run for one in found if one.run.method == method]
+        cells = []
+        for length in lengths:
+            part = [replace(run, accuracy=[row[:length] for row in run.accuracy[:length]]) for run in runs]
+            cells += [_two([run.average for run in part]), _two([run.forgetting for run in part])]
+        lines.append(f"| {method} | {' | '.join(cells)} |")
+    return lines
 
 
 def forecast() -> list[str]:

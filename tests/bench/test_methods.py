@@ -292,9 +292,7 @@ class TestDistilled:
 
     def test_own_text_holds_a_language_model(self):
         """Two languages of one byte after another, counting up and down: its own text keeps the first."""
-        up = torch.arange(8).expand(64, 8) + torch.arange(64).unsqueeze(1)
-        parts = [Split(rows % 16, (rows + step) % 16) for rows, step in ((up, 1), (16 + up.flip(1), -1))]
-        tasks = [Task(str(index), part, part) for index, part in enumerate(parts)]
+        tasks = _languages()
         training = Training(epochs=25, batch_size=16, loss="tokens", lr=3e-3)
 
         def model():
@@ -309,6 +307,23 @@ class TestDistilled:
         assert kept.unit == "token"
         assert kept.num_data == pytest.approx(512, rel=1e-4)
         assert float(((kept.inputs[:, 1:] - kept.inputs[:, :-1]) % 16 == 1).double().mean()) > 0.9  # it counts up
+
+
+def _languages():
+    """Sequences of bytes that count up, and down."""
+    up = torch.arange(8).expand(64, 8) + torch.arange(64).unsqueeze(1)
+    parts = [Split(rows % 16, (rows + step) % 16) for rows, step in ((up, 1), (16 + up.flip(1), -1))]
+    return [Task(str(index), part, part) for index, part in enumerate(parts)]
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, entry in METHODS.items() if entry.fits(PROTOCOLS["text"]) and name not in ("joint", "owm")]
+)
+def test_every_method_for_text_takes_tokens(name):
+    made = run(
+        METHODS[name].make(1.0), _languages(), lambda: Gpt(16, 8, 8, 1, 2), Training(steps=2, loss="tokens"), name=name
+    )
+    assert len(made.nll) == 2
 
 
 ELSEWHERE = ("joint", "exact-head", "ewc-hessian", "probes-feature", "own-text", "discriminant")

@@ -148,5 +148,6 @@ def own_words(count: int = 1000) -> Kept:
 
 def true_inputs(model: nn.Module, task: Task) -> Probes:
     """The old inputs themselves, without their labels: the most that probes could be."""
+    unit = "token" if task.train.y.ndim > 1 else "example"  # a label at every position
     with torch.no_grad():
-        return kept_inputs(task.train.x, num_data=len(task.train))
+        return kept_inputs(task.train.x, num_data=task.train.y.numel(), unit=unit)

@@ -195,13 +195,18 @@ class _Steps:
 
     def _step(self, rows: Tensor) -> None:
         self._optimizer.zero_grad(set_to_none=True)
-        logits = self._task.logits(self._model, self._x[rows])
+        logits = self._task.logits(self._model, _laid_out(self._x[rows]))
         allowed = None if self._allowed is None else self._allowed[rows]
         if allowed is not None:
             logits = logits[..., : allowed.shape[-1]]
         loss = self._numbers.losses(logits, self._y[rows], self._numbers.label_smoothing, allowed).mean()
         torch.autograd.backward(loss)
         self._optimizer.step()
+
+
+def _laid_out(x: Tensor) -> Tensor:
+    """Pictures with their channels innermost, where a GPU's convolutions are fastest; all else as it is."""
+    return x.contiguous(memory_format=torch.channels_last) if x.is_cuda and x.dim() == 4 else x
 
 
 def _optimizer(model: nn.Module, numbers: Training, rate: float | Tensor) -> Optimizer:

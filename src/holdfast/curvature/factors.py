@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -118,18 +119,22 @@ class Factors:
 
     def _sort(self, plan: Plan, graph: Graph) -> None:
         """Which parameters are layers, as the first batch that uses them does."""
-        shared = [site for sites in plan.sites.values() for site in sites]
+        uses = _uses(plan)
         fresh = {name: sites for name, sites in plan.sites.items() if not self._known(name)}
         for name, sites in fresh.items():
-            why = _unfit(sites, shared, self._named[name])
+            why = _unfit(sites, uses, self._named[name])
             if why:
                 self.why[name] = why
             else:
                 self._layer_of[name] = None
         self.why |= {name: why for name, why in plan.general.items() if not self._known(name)}
+        at: dict[int, list[str]] = {site.place: [] for sites in fresh.values() for site in sites}
+        for weight in (name for name in fresh if name in self._layer_of):
+            for site in fresh[weight][:1]:
+                at[site.place].append(weight)
         for name, sites in fresh.items():
-            for weight in self._layer_of:
-                if weight in fresh and _is_bias(sites, fresh[weight], self._named[name], graph):
+            for weight in {weight: None for site in sites for weight in at[site.place]}:
+                if _is_bias(sites, fresh[weight], self._named[name], graph):
                     self._biases[weight] = name
 
     def _known(self, name: str) -> bool:
@@ -143,8 +148,12 @@ class Factors:
                 f"{plan.general.get(lost[0], 'it is used differently')}. Give batches that the model treats alike, or "
                 "use diagonal_fisher."
             )
+        uses = _uses(plan)
+        weights: dict[str, list[str]] = {}
+        for weight, bias in self._biases.items():
+            weights.setdefault(bias, []).append(weight)
         for name in self._layer_of:
-            self._require_alike(name, plan)
+            self._require_alike(name, plan, uses, weights.get(self._biases.get(name, ""), []))
         self._served = {site: name for name in self._layer_of for site in plan.sites.get(name, ())}
         folded = {*self._layer_of, *self._biases.values()}
         self._left = (
@@ -153,14 +162,12 @@ class Factors:
             else replace(plan, sites={name: sites for name, sites in plan.sites.items() if name not in folded})
         )
 
-    def _require_alike(self, name: str, plan: Plan) -> None:
-        """Raise where a batch uses a layer in another way than the batch that made it one."""
+    def _require_alike(self, name: str, plan: Plan, uses: Counter[Site], weights: list[str]) -> None:
+        """Raise where a batch uses a layer in another way than the batch that made it one; `weights` share its bias."""
         sites, bias = plan.sites.get(name, ()), self._biases.get(name)
-        weights = [other for other, each in self._biases.items() if each == bias]
         places = {site.place for weight in weights for site in plan.sites.get(weight, ())}
         apart = bias is not None and {site.place for site in plan.sites.get(bias, ())} != places
-        every = [site for each in plan.sites.values() for site in each]
-        another = bool(sites) and bool(_unfit(sites, every, self._named[name]))
+        another = bool(sites) and bool(_unfit(sites, uses, self._named[name]))
         ways = {(site.slot, _turned(site, self._named[name])) for site in sites}
         turned = bool(ways) and self._seen.setdefault(name, ways) != ways
         if apart or another or turned:
@@ -246,12 +253,17 @@ def _counted(parts: Products) -> Tensor:
     return longest.sign_()  # of the dtype of what it multiplies: the quick kernels take no two
 
 
-def _unfit(sites: tuple[Site, ...], every: list[Site], parameter: Tensor) -> str:
+def _uses(plan: Plan) -> Counter[Site]:
+    """How many parameters meet the examples at each site."""
+    return Counter(site for sites in plan.sites.values() for site in sites)
+
+
+def _unfit(sites: tuple[Site, ...], uses: Counter[Site], parameter: Tensor) -> str:
     """Why a parameter is no layer's weight; nothing if it is."""
     for site in sites:
         if site.slot not in _WEIGHTS.get(site.operation, ()):
             return f"it is used in {site.operation}"
-        if every.count(site) > 1 or site.route.steps is None:
+        if uses[site] > 1 or site.route.steps is None:
             return "it is computed with before it is used"
         if _turned(site, parameter) is None:
             return "a part of it is used, or in another order"

@@ -128,13 +128,17 @@ class Lookup(Form):
         )
 
     def add_squares_(self, total: Tensor, limit: Limit, name: str = "a parameter") -> None:
-        # A row used twice by an example has its gradients summed first: one bin per example and row that occurs.
+        # A row used twice by an example has its gradients summed first: one bin per example and row that occurs. There
+        # are as many as there could be, some left empty: to count them would wait for a GPU.
         batch, positions = self.indices.shape
         bins = self.indices + self.shape[0] * torch.arange(batch, device=self.indices.device).unsqueeze(1)
-        occurring, places = torch.unique(bins, return_inverse=True)
-        sums = total.new_zeros(len(occurring), self.shape[1])
-        sums.index_add_(0, places.flatten(), self.values.reshape(batch * positions, -1).to(total.dtype))
-        total.index_add_(0, occurring % self.shape[0], sums.square())
+        ordered, order = bins.flatten().sort()
+        steps = torch.diff(ordered, prepend=ordered[:1]) != 0
+        places = torch.empty_like(order).scatter_(0, order, steps.cumsum(0))
+        sums = total.new_zeros(batch * positions, self.shape[1])
+        sums.index_add_(0, places, self.values.reshape(batch * positions, -1).to(total.dtype))
+        rows = torch.zeros_like(order).scatter_(0, places, self.indices.flatten().long())
+        total.index_add_(0, rows, sums.square_())
 
 
 @dataclass(frozen=True)

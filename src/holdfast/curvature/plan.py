@@ -36,6 +36,9 @@ class Site:
     parting: tuple[int, int] | None
     route: Route
 
+    def __hash__(self) -> int:  # it is looked up at every turn
+        return hash((self.place, self.slot))
+
     def call(self, graph: Graph) -> Call:
         """The operation as it was called in a pass."""
         return Call(graph.nodes[self.place], self.slot, self.weight, self.split, self.output)
