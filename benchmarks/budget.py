@@ -3,7 +3,8 @@
     python benchmarks/budget.py --out benchmarks/results/budget.json
 
 Beside each budget are fixed strengths on the same scene: among those that forgot no more, the best one at the new task
-is what a budget is measured against. The cases were written down before any of them was run.
+is what a budget is measured against. The cases were written down before any of them was run; those of the first list
+(`--first`) were run once, and showed that the strength followed what was spent too slowly.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from forecast import Made, Scene, loss, made, made_anew, train
 
 import holdfast
 
-SCENES = [
+FIRST = [
     Scene("fashion", "permuted", "relu", 201),
     Scene("fashion", "rotated", "relu", 202),
     Scene("fashion", "domain", "gelu", 203, 1),
@@ -29,6 +30,18 @@ SCENES = [
     Scene("mnist", "class", "deep", 208, 1),
     Scene("digits", "permuted", "relu", 209),
     Scene("digits", "domain", "tanh", 210, 2),
+]
+SCENES = [
+    Scene("fashion", "permuted", "tanh", 301),
+    Scene("fashion", "rotated", "gelu", 302),
+    Scene("fashion", "domain", "conv", 303, 2),
+    Scene("fashion", "class", "relu", 304, 2),
+    Scene("mnist", "rotated", "relu", 305),
+    Scene("mnist", "domain", "tanh", 306, 1),
+    Scene("mnist", "class", "conv", 307, 2),
+    Scene("mnist", "permuted", "deep", 308),
+    Scene("digits", "class", "relu", 309, 1),
+    Scene("digits", "domain", "gelu", 310),
 ]
 BUDGETS = (0.02, 0.1)
 STRENGTHS = (0.1, 1.0, 10.0, 100.0, 1000.0)
@@ -126,8 +139,9 @@ def summary(runs: list[dict[str, Any]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="write the results as JSON; scenes that are there are not run again")
+    parser.add_argument("--first", action="store_true", help="the first list of cases")
     options = parser.parse_args()
-    kept = made_anew(options.out, SCENES, measured)
+    kept = made_anew(options.out, FIRST if options.first else SCENES, measured)
     print(table(kept), summary(kept), sep="\n\n")
 
 

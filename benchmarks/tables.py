@@ -202,9 +202,9 @@ def forecast() -> list[str]:
     from budget import table as budget_table
     from forecast import summary, table
 
-    first, found, spent = (
+    first, found, spent, before = (
         json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
-        for name in ("forecast-first", "forecast", "budget")
+        for name in ("forecast-first", "forecast", "budget", "budget-first")
     )
     lines = [f"The rise / its forecast, nats per old example; ✗ where it is off ({found['date']}):", ""]
     lines += [
@@ -215,7 +215,8 @@ def forecast() -> list[str]:
         "The first list, after which the estimate was changed:",
     ]
     lines += ["", summary(first["runs"]), "", f"Budgets ({spent['date']}):", "", budget_table(spent["runs"]), ""]
-    return [*lines, budget_summary(spent["runs"])]
+    lines += [budget_summary(spent["runs"]), "", "The first list, after which the strength was made to follow faster:"]
+    return [*lines, "", budget_summary(before["runs"])]
 
 
 def diagnosis() -> list[str]:

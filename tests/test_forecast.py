@@ -295,6 +295,9 @@ class TestAnswers:
             small + large
 
 
+GOES_BACK = pytest.mark.filterwarnings("ignore:to stay within")  # more than half of the way
+
+
 def overspent(scene, budget=0.01):
     """A model that four large steps took out of its budget, and the handle that held it."""
     model, memory, x, _ = scene
@@ -320,6 +323,7 @@ class TestBudget:
         assert loss(other, x, y) - loss(model, x, y) < 1.3 * budget
         assert loss(other, x, new) < loss(model, x, new)
 
+    @GOES_BACK
     def test_the_finish_goes_back_on_the_straight_line_to_the_mean(self, scene):
         memory, (other, handle) = scene[1], overspent(scene)
         before = {name: parameter.detach().clone() for name, parameter in other.named_parameters()}
@@ -332,6 +336,45 @@ class TestBudget:
             )
         handle.remove()
         assert handle.spent is spent  # nothing is finished twice
+
+    def test_a_finish_that_takes_most_of_it_back_says_so(self, scene):
+        _, handle = overspent(scene, budget=0.001)
+        with pytest.warns(holdfast.HoldfastWarning, match=r"went back \d+ % of its way"):
+            spent = handle.finish()
+        assert 0.02 < spent.kept < 0.5
+
+    @GOES_BACK
+    def test_the_probes_go_through_a_model_in_a_way_of_its_own(self, scene):
+        model, memory, x, y = scene
+
+        class Keyed(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.inner = copy.deepcopy(model)
+
+            def forward(self, batch):
+                return {"scores": self.inner(batch["x"])}
+
+        other = Keyed()
+        fisher = holdfast.diagonal_fisher(
+            other, [(x, y)], holdfast.categorical, forward=lambda m, batch: m({"x": batch[0]})["scores"]
+        )
+        posterior = holdfast.consolidate(holdfast.prior(other), other, fisher)
+        given = holdfast.Memory.of(posterior, other, memory.probes, memory.answers)
+        optimizer = torch.optim.Adam(other.parameters(), lr=1e-2)
+        with pytest.raises(holdfast.MismatchError, match="forward=lambda model, inputs"):
+            holdfast.hold(optimizer, other, given, num_data=len(x), budget=0.05)
+        with pytest.raises(holdfast.ArgumentError, match="no budget here"):
+            holdfast.hold(optimizer, other, given, num_data=len(x), forward=lambda m, i: m({"x": i})["scores"])
+        with holdfast.hold(
+            optimizer, other, given, num_data=len(x), budget=0.05, forward=lambda m, i: m({"x": i})["scores"]
+        ) as handle:
+            for _ in range(50):
+                optimizer.zero_grad()
+                F.cross_entropy(other({"x": x})["scores"], clouds(turn=0.5)[1]).backward()
+                optimizer.step()
+        assert handle.spent.by == "probes"
+        assert loss(other.inner, x, y) - loss(model, x, y) < 0.07
 
     def test_inside_it_nothing_is_changed_and_the_strength_falls(self, scene):
         model, memory, x, y = scene
@@ -429,6 +472,7 @@ class TestBudget:
         with pytest.raises(holdfast.ArgumentError, match=r"0\.weight.*which trains"):
             holdfast.hold(optimizer, model, posterior, num_data=len(x), budget=0.1)
 
+    @GOES_BACK
     def test_statistics_go_back_with_the_weights(self):
         x, y = clouds()
         torch.manual_seed(0)
@@ -449,6 +493,7 @@ class TestBudget:
         model.eval()
         assert loss(model, x, y) - before < 0.07
 
+    @GOES_BACK
     def test_finished_twice_it_remembers_how_far_it_went_back(self, scene):
         _, handle = overspent(scene)
         first = handle.finish()
@@ -472,6 +517,7 @@ class TestBudget:
         ):
             interrupted()
 
+    @GOES_BACK
     def test_of_several_optimizers_each_steps_count(self, scene):
         model, memory, x, _ = scene
         other = copy.deepcopy(model)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from os import PathLike
+from typing import Any
 
 import torch
 from torch import nn
@@ -33,6 +34,7 @@ def hold(
     every: int = 1,
     rotate: bool = False,
     budget: float | None = None,
+    forward: Callable[[nn.Module, Any], Any] | None = None,
 ) -> Handle:
     """Hold `model` to `posterior` while `optimizer` trains it, in any loop: nll.mean() + strength · penalty / num_data.
 
@@ -47,7 +49,7 @@ def hold(
 
     With `budget`, the old loss may rise by at most so many nats per old example: the strength then follows what is
     spent, which a memory with probes and answers tells best, and `finish()` (or the end of the `with` block) brings the
-    model inside.
+    model inside. Its probes go through `forward(model, inputs)`, or `model(inputs)`.
 
         with holdfast.hold(optimizer, model, posterior, num_data=len(dataset)):
             train(model, optimizer, loader)
@@ -78,7 +80,9 @@ def hold(
         raise ArgumentError("rotate=True turns steps into the eigenvectors of a posterior, and none is held to here.")
     # A flat prior pulls nowhere: there is nothing to turn to.
     turn = Rotation(held, optimizers, model.parameters()) if rotate and held else None
-    allowed = None if budget is None else Budget(budget, _one(posterior), terms)
+    if forward is not None and budget is None:
+        raise ArgumentError("forward is how a budget's probes go through the model, and there is no budget here.")
+    allowed = None if budget is None else Budget(budget, _one(posterior), terms, forward)
     handle = Handle(optimizers, model, terms, count, strength, turn, allowed)
     if allowed is not None:
         allowed.ready(model)

@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..errors import ArgumentError, BudgetError, HoldfastError, MismatchError, require_number
+from ..errors import ArgumentError, BudgetError, HoldfastError, HoldfastWarning, MismatchError, require_number
 from ..params import buffers, matched, shapes, some, trainable, unwrapped
 from ..penalty import Term
 from ..posterior import Memory, Posterior, as_posterior
 from ..rise import asked, missing
 
 _EVERY = 5  # steps between two looks at what is spent
-_GAIN = 0.1  # by how much of the logarithm of what is spent over the budget the strength's follows
+_GAIN = 0.3  # by how much of the logarithm of what is spent over the budget the strength's follows
 _LEAST, _MOST = 1e-3, 1e5
 _PATIENCE = 40  # looks at the strongest hold after which there is no hope
 _SMALLEST = 1e-4  # nats: below, the rounding of a loss is in the way
 _DRAWS, _LAST_DRAWS = 500, 2000  # probes asked about at each look, and at the end
 _HALVINGS = 20
+_HALF = 0.5  # of the way kept, below which what was learned may be lost with the rest
 _NOTHING = 0.02  # of the way from the old weights to the new: so little is no learning
 
 
@@ -47,6 +50,7 @@ class Budget:
     limit: float
     memory: Posterior | Memory
     terms: Sequence[Term]
+    forward: Callable[[nn.Module, Any], Any] | None = None
     spent: float = 0.0
     finished: Spent | None = None
     _looks: int = field(default=0, repr=False)
@@ -81,8 +85,8 @@ class Budget:
                 if isinstance(error, HoldfastError):
                     raise
                 raise MismatchError(
-                    f"the probes do not go through the model as model(inputs): {str(error).splitlines()[0]}. Wrap it "
-                    "in a module that takes its inputs alone."
+                    f"the probes do not go through the model as model(inputs): {str(error).splitlines()[0]}. Say "
+                    "how they do: forward=lambda model, inputs: ..."
                 ) from error
         return self._gauge
 
@@ -155,6 +159,12 @@ class Budget:
                 )
             _place(params, start, there, low)
             self.spent, kept = self._told(gauge), low
+            if low < _HALF:
+                warnings.warn(
+                    f"to stay within {self.limit:g} nats the model went back {100 * (1 - low):.0f} % of its way: look "
+                    "whether it still knows the new task. More of it is learned with a larger budget, a hold by "
+                    "answers (holdfast.distill), or more and smaller steps.", HoldfastWarning, stacklevel=3,
+                )  # fmt: skip
         self.finished = Spent(self.limit, self.spent, strength, before * kept, self.by)
         return self.finished
 
@@ -163,7 +173,7 @@ class Budget:
             # Each term is an estimate of the same rise: the largest, for a mean of them would hide it.
             counted = [term for term in self.terms if term.num_data]
             return lambda: max(float(term.value(model)) / term.num_data for term in counted)
-        estimate, now = asked(unwrapped(model), self.memory, draws, seed)
+        estimate, now = asked(unwrapped(model), self.memory, draws, seed, self.forward)
 
         def rise() -> float:
             found = estimate.rise(now())
