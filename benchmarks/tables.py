@@ -221,8 +221,13 @@ def forecast() -> list[str]:
 
 def diagnosis() -> list[str]:
     from assumptions import tables
+    from second_derivatives import tables as others
 
-    return tables(json.loads((RESULTS / "assumptions.json").read_text(encoding="utf-8")))
+    first, second = (
+        json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+        for name in ("assumptions", "second-derivatives")
+    )
+    return [*tables(first), "", *others(second)]
 
 
 PAGES = {
