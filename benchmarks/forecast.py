@@ -174,11 +174,13 @@ class Made:
         return self.new.train.y.numel()
 
 
-def made(scene: Scene) -> Made:
+def made(scene: Scene, apart: float = 0.0) -> Made:
+    """With `apart`, such a part of the old data is not trained on, and it is its answers that are kept."""
     old, new = tasks(scene)
     likelihood = holdfast.tokens(shift=False) if scene.dataset == "text" else holdfast.categorical
     outputs = 256 if scene.dataset == "text" else 10
-    x, y = old.train.x, old.train.y
+    cut = round(len(old.train) * (1 - apart))
+    x, y = old.train.x[:cut], old.train.y[:cut]
     model = network(scene, x, outputs)
     steps = EPOCHS[scene.dataset] * -(-len(x) // 64)
     train(model, x, y, steps, likelihood, scene.seed)
@@ -192,7 +194,8 @@ def made(scene: Scene) -> Made:
         if scene.dataset == "text"
         else holdfast.gaussian_probes(batches)
     )
-    answers = holdfast.kept_answers(model, batches, likelihood)
+    aside = list(zip(old.train.x[cut:].split(250), old.train.y[cut:].split(250), strict=True))
+    answers = holdfast.kept_answers(model, aside or batches, likelihood)
     memory = holdfast.Memory.of(posterior, model, probes, answers)
     return Made(model, memory, diagonal, old, new, steps, likelihood)
 

@@ -163,7 +163,7 @@ class Budget:
                 warnings.warn(
                     f"to stay within {self.limit:g} nats the model went back {100 * (1 - low):.0f} % of its way: look "
                     "whether it still knows the new task. More of it is learned with a larger budget, a hold by "
-                    "answers (holdfast.distill), or more and smaller steps.", HoldfastWarning, stacklevel=3,
+                    "answers (holdfast.distill), or more and smaller steps.", HoldfastWarning, stacklevel=4,
                 )  # fmt: skip
         self.finished = Spent(self.limit, self.spent, strength, before * kept, self.by)
         return self.finished
@@ -177,7 +177,7 @@ class Budget:
 
         def rise() -> float:
             found = estimate.rise(now())
-            return max(found.by_outputs, found.by_probabilities)
+            return max(found.by_outputs, found.by_probabilities) + found.error  # what another sample may give
 
         return rise
 
