@@ -3,9 +3,9 @@
     python benchmarks/budget.py --out benchmarks/results/budget.json
 
 Beside each budget are fixed strengths on the same scene: among those that forgot no more, the best one at the new task
-is what a budget is measured against. The cases were written down before any of them was run. There are three lists: the first showed that the
-strength followed what was spent too slowly; the second, that answers kept of the data trained on say too little of held-out
-data, so that now they are of a part that was not trained on, and the estimate has its own error added.
+is what a budget is measured against. The cases were written down before any of them was run. There are three lists: the
+first showed that the strength followed what was spent too slowly; the second, that answers kept of the data trained on
+say too little of held-out data, so that now they are of a part that was not, with the estimate's own error added.
 """
 
 from __future__ import annotations

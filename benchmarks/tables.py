@@ -7,6 +7,7 @@ python benchmarks/tables.py bench      # those of docs/bench.md
 python benchmarks/tables.py distillation # those of docs/distillation.md
 python benchmarks/tables.py forecast     # those of docs/forecast.md
 python benchmarks/tables.py diagnosis # those of docs/diagnosis.md
+python benchmarks/tables.py strength # that of docs/strength.md
 """
 
 from __future__ import annotations
@@ -219,6 +220,32 @@ def forecast() -> list[str]:
     return [*lines, "", budget_summary(before["runs"])]
 
 
+def strength() -> list[str]:
+    """The Fisher as it is and softened, side by side, at strength 1."""
+    found = collected(RESULTS / "strength-cpu.jsonl")
+    made, seeds = found[0].made, len({one.run.seed for one in found})
+    lines = [
+        f"Kronecker factors at strength 1, {seeds} seeds; percent right over all tasks, and in brackets how much the "
+        f"earlier ones fell ({made['device']}, {made['date'][:10]}):",
+        "",
+        "| protocol | as it is | softened, T = 4 | difference, seed by seed |",
+        "|---|---|---|---|",
+    ]
+    for protocol, every in grouped(found):
+        by_name = {
+            name: {one.run.seed: one.run for one in every if one.run.method == name}
+            for name in ("kronecker", "kronecker-softened")
+        }
+        plain, soft = by_name.values()
+        cells = [
+            f"{_two([run.average for run in runs.values()])} ({_two([run.forgetting for run in runs.values()])})"
+            for runs in (plain, soft)
+        ]
+        cells.append(_two([soft[seed].average - plain[seed].average for seed in sorted(plain.keys() & soft.keys())]))
+        lines.append(f"| {protocol} | {' | '.join(cells)} |")
+    return lines
+
+
 def diagnosis() -> list[str]:
     from assumptions import tables
     from second_derivatives import tables as others
@@ -238,6 +265,7 @@ PAGES = {
     "distillation": distillation,
     "forecast": forecast,
     "diagnosis": diagnosis,
+    "strength": strength,
 }
 
 if __name__ == "__main__":
