@@ -203,9 +203,9 @@ def forecast() -> list[str]:
     from budget import table as budget_table
     from forecast import summary, table
 
-    first, found, spent, before = (
+    first, found, spent, *earlier = (
         json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
-        for name in ("forecast-first", "forecast", "budget", "budget-first")
+        for name in ("forecast-first", "forecast", "budget", "budget-first", "budget-second")
     )
     lines = [f"The rise / its forecast, nats per old example; ✗ where it is off ({found['date']}):", ""]
     lines += [
@@ -216,8 +216,14 @@ def forecast() -> list[str]:
         "The first list, after which the estimate was changed:",
     ]
     lines += ["", summary(first["runs"]), "", f"Budgets ({spent['date']}):", "", budget_table(spent["runs"]), ""]
-    lines += [budget_summary(spent["runs"]), "", "The first list, after which the strength was made to follow faster:"]
-    return [*lines, "", budget_summary(before["runs"])]
+    lines += [budget_summary(spent["runs"])]
+    why = (
+        "The first list, after which the strength was made to follow faster:",
+        "The second list, after which answers were kept of data that was not trained on:",
+    )
+    for said, before in zip(why, earlier, strict=True):
+        lines += ["", said, "", budget_summary(before["runs"])]
+    return lines
 
 
 def strength() -> list[str]:

@@ -521,3 +521,11 @@ def test_the_description_is_one_string_of_json(path):
     assert list(metadata) == ["holdfast"]
     facts = json.loads(metadata["holdfast"])
     assert (facts["kind"], facts["num_data"], facts["prior"], facts["outputs"]) == ("linear head", 27, 1 / 3, 2)
+
+
+def test_other_rows_are_not_taken_for_those_that_were_learned():
+    """Rows whose places add up alike, and whose squares do."""
+    unit = torch.eye(8)
+    zeros = torch.zeros(3, dtype=torch.long)
+    head = holdfast.linear_head(8).updated([(unit[[1, 5, 6]], zeros)])
+    assert head.updated([(unit[[2, 3, 7]], zeros)]).num_data == 6

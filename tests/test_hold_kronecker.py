@@ -466,3 +466,14 @@ class TestPull:
         torch.testing.assert_close(found, value, rtol=1e-5, atol=0)
         for name, parameter in model.named_parameters():
             torch.testing.assert_close(parameter.grad, grads[name], rtol=1e-4, atol=1e-4)
+
+
+def test_rotated_steps_under_a_prior_alone_are_plain_ones():
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    x, y = torch.randn(20, 4), torch.randint(3, (20,))
+    optimizer = torch.optim.Adam(model.parameters())
+    with holdfast.hold(optimizer, model, holdfast.prior(model, precision=1e-3), num_data=20, rotate=True) as handle:
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    assert handle.steps == 1

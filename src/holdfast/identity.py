@@ -29,7 +29,14 @@ def row_sums(tensors: Sequence[Tensor]) -> Tensor:
             rows = _integers(tensor).flatten(1) if tensor.ndim > 1 else _integers(tensor).unsqueeze(1)
             part = (2 * place + 1) * _weighted(rows)
             total = part if total is None else total.to(part.device) + part
-    return torch.zeros((), dtype=torch.int64) if total is None else total
+    return torch.zeros((), dtype=torch.int64) if total is None else _mixed(total)
+
+
+def _mixed(numbers: Tensor) -> Tensor:
+    """Numbers that have nothing to do with each other, so that sums of them tell sets of rows apart."""
+    for odd in (-0x4_0A7_B892_E31B_1A47, -0x6B2F_B644_ECCE_EE15):
+        numbers = (numbers ^ (numbers >> 31)) * odd
+    return numbers ^ (numbers >> 33)
 
 
 def fingerprints(tensors: Mapping[str, Tensor]) -> dict[str, str]:

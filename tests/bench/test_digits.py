@@ -15,7 +15,8 @@ def test_progress_is_told_of_every_round():
     names = [run.method for run in runs]
     assert names == list(dict.fromkeys([
         "fine-tuning", "frozen after task 1", "EWC, J, strength 1", f"EWC, J, strength {strength:g}",
-        f"EWC, J_original, {strength:g}", "Kronecker, strength 1", "Kronecker, rotated steps", "joint, all data kept",
+        f"EWC, J_original, {strength:g}", "Kronecker, strength 1", "Kronecker, softened Fisher",
+        "Kronecker, rotated steps", "joint, all data kept",
     ]))  # fmt: skip
     frozen = runs[names.index("frozen after task 1")]
     assert frozen.accuracy[0] == frozen.accuracy[1] == pytest.approx(runs[0].accuracy[0])

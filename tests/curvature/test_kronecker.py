@@ -571,3 +571,80 @@ def test_tensors_in_pieces_are_checked_together_and_each_for_itself():
     assert [sorted(each.flatten().tolist()) for each in found] == [sorted(each.flatten().tolist()) for each in tensors]
     assert found[0] is tensors[0]
     assert found[1].untyped_storage().data_ptr() == found[2].untyped_storage().data_ptr()
+
+
+class Pooled(nn.Module):
+    """Words, a layer at each, and the mean over those that are no padding."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.first, self.last = nn.Embedding(20, 6, padding_idx=0), nn.Linear(6, 5), nn.Linear(5, 3)
+
+    def forward(self, words):
+        real = (words != 0).unsqueeze(-1)
+        return self.last((torch.tanh(self.first(self.table(words))) * real).sum(1) / real.sum(1))
+
+
+@pytest.mark.parametrize("targets", ["expected", "sampled", "observed"])
+def test_a_classifier_does_not_count_padding_either(targets):
+    torch.manual_seed(0)
+    model = Pooled().double()
+    words, y = torch.randint(1, 20, (30, 4)), torch.randint(3, (30,))
+    found = [
+        holdfast.kronecker_fisher(model, [(F.pad(words, (0, more)), y)], holdfast.categorical, targets=targets)
+        for more in (0, 9)
+    ]
+    short, long = (each.tensors for each in found)
+    for name, tensor in short.items():
+        torch.testing.assert_close(tensor, long[name])
+
+
+def test_a_position_counts_if_any_class_has_a_gradient_there():
+    """A class that is out of the question has none, and comes first."""
+    torch.manual_seed(0)
+    model = Pooled()
+    with torch.no_grad():
+        model.last.weight.mul_(0.1)
+        model.last.bias.copy_(torch.tensor([-1e4, 0.0, 0.0]))
+    words, y = torch.randint(1, 20, (30, 4)), torch.randint(1, 3, (30,))
+    fisher = holdfast.kronecker_fisher(model, [(words, y)], holdfast.categorical, targets="expected")
+    (kron,) = [term for term in fisher.terms if isinstance(term, holdfast.Kronecker)]
+    (inputs,) = [term.inputs for layer, (term,) in kron.layers.items() if layer.weight == "first.weight"]
+    looked = F.pad(model.table(words).detach().flatten(0, 1), (0, 1), value=1.0)
+    torch.testing.assert_close(inputs[0], looked.T @ looked / len(looked), rtol=1e-4, atol=1e-5)
+
+
+def test_a_recurrent_cell_does_not_count_steps_behind_the_last_label():
+    class Recurrent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table, self.cell, self.head = nn.Embedding(9, 4), nn.LSTM(4, 5, batch_first=True), nn.Linear(5, 9)
+
+        def forward(self, words):
+            return self.head(self.cell(self.table(words))[0])
+
+    torch.manual_seed(0)
+    model = Recurrent().double()
+    words = torch.randint(9, (10, 5))
+    found = []
+    for more in (0, 7):
+        y = F.pad(torch.roll(words, -1, 1), (0, more), value=-100)
+        batches = [(F.pad(words, (0, more)), y)]
+        found.append(holdfast.kronecker_fisher(model, batches, holdfast.tokens(shift=False), targets="observed"))
+    short, long = (each.tensors for each in found)
+    for name, tensor in short.items():
+        torch.testing.assert_close(tensor, long[name])
+
+
+def test_an_empty_sequence_adds_nothing():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(10, 4), Summed(), nn.Linear(4, 3))
+    words, y = torch.randint(10, (4, 5)), torch.randint(3, (4,))
+    both = [(words, y), (torch.zeros(4, 0, dtype=torch.long), y)]
+    first, second = (holdfast.diagonal_fisher(model, batches, holdfast.categorical) for batches in (both[:1], both))
+    torch.testing.assert_close(first.entries["0.weight"], second.entries["0.weight"])
+
+
+class Summed(nn.Module):
+    def forward(self, x):
+        return x.sum(1)

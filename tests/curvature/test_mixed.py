@@ -162,3 +162,43 @@ def test_a_dense_matrix_or_a_batch_too_large_says_so():
     with pytest.raises(holdfast.ArgumentError, match=message):
         dense(batches=batches, memory=3 * each)
     close(dense(batches=CASE.batches((3, 2, 2)), memory=3 * each).matrix, dense(batches=batches).matrix)
+
+
+def test_what_is_said_with_a_structure_holds():
+    torch.manual_seed(0)
+    model, batches = nn.Linear(4, 3), [(torch.randn(20, 4), torch.randint(3, (20,)))]
+    said = {"*": functools.partial(holdfast.diagonal_fisher, targets="observed")}
+    found = holdfast.mixed_fisher(model, batches, holdfast.categorical, said)
+    plain = holdfast.diagonal_fisher(model, batches, holdfast.categorical, targets="observed")
+    torch.testing.assert_close(found.diagonal(), plain.diagonal(), rtol=0, atol=0)
+    assert found.sources[0].targets == "observed"
+
+
+@pytest.mark.parametrize(
+    ("structure", "message"),
+    [(holdfast.lowrank_fisher, "rank="), (holdfast.diagonal_hessian, "does not take only")],
+)
+def test_a_structure_that_lacks_something_is_refused_before_anything_is_read(structure, message):
+    def read():
+        raise AssertionError
+        yield
+
+    class Once:
+        __iter__ = staticmethod(read)
+
+    with pytest.raises(holdfast.ArgumentError, match=message):
+        holdfast.mixed_fisher(nn.Linear(4, 3), Once(), holdfast.categorical, {"*": structure})
+
+
+def test_data_that_changes_from_pass_to_pass_is_refused():
+    class Jitter:
+        def __init__(self):
+            self.times = 0
+
+        def __iter__(self):
+            self.times += 1
+            yield torch.full((6, 4), float(self.times)), torch.zeros(6, dtype=torch.long)
+
+    parts = {"weight": holdfast.diagonal_fisher, "bias": holdfast.dense_fisher}
+    with pytest.raises(holdfast.DataError, match="not the same each time"):
+        holdfast.mixed_fisher(nn.Linear(4, 3), Jitter(), holdfast.categorical, parts)

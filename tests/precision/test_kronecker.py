@@ -582,3 +582,49 @@ def test_two_structures_without_a_closed_form_are_named():
     uneven = Diagonal({name: torch.rand(shape).double() for name, shape in layer.shapes.items()})
     with pytest.raises(ArgumentError, match=r"Kronecker and Diagonal over `w` have no closed form.*diagonal\(\)"):
         (kronecker + uneven).logdet()
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("kind", ["rotated", "wide"])
+def test_free_directions_are_free_in_another_form_or_dtype_too(seed, kind):
+    """Softmax gradients sum to zero, so that a head is free in as many directions as it has inputs."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3))
+    batches = [(torch.randn(64, 8), torch.randint(3, (64,))) for _ in range(4)]
+    fisher = holdfast.kronecker_fisher(model, batches, holdfast.categorical)
+    other = fisher.rotated() if kind == "rotated" else fisher.to(dtype=torch.float64)
+    for precision in (fisher, other):
+        with pytest.raises(holdfast.SingularError, match=r"17 of 51 directions of `2\.weight`"):
+            precision.logdet()
+    vector = fisher.matvec({name: torch.ones(shape) for name, shape in fisher.shapes.items()})
+    one, two = (each.solve(vector) for each in (fisher, other))
+    for name, tensor in one.items():
+        torch.testing.assert_close(two[name].to(tensor), tensor, rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("precision", [1e-1, 1e-2, 1e-3])
+def test_a_weak_prior_is_not_lost_beside_a_dense_matrix(precision):
+    torch.manual_seed(0)
+    model = nn.Linear(64, 10)
+    x = torch.randn(1000, 64)
+    fisher = holdfast.dense_fisher(model, [(x, torch.randint(10, (1000,)))], holdfast.categorical)
+    found = holdfast.consolidate(holdfast.prior(model, precision=precision), model, fisher).precision
+    exact = fisher.dense().double() + precision * torch.eye(650, dtype=torch.float64)
+    assert float(found.logdet()) == pytest.approx(float(exact.logdet()), rel=1e-4)
+    free = {"weight": torch.zeros(10, 64), "bias": torch.ones(10)}  # all outputs alike: the data says nothing of it
+    torch.testing.assert_close(found.solve(free)["bias"].float(), torch.full((10,), 1 / precision), rtol=1e-2, atol=0)
+
+
+def test_a_sum_with_a_diagonal_is_rotated_and_made_one_product_as_its_factors_are():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5), nn.Linear(5, 3)).double()
+    batches = [(torch.randn(40, 6).double(), torch.randint(3, (40,)))]
+    fisher = holdfast.kronecker_fisher(model, batches, holdfast.categorical)
+    assert isinstance(fisher, holdfast.Sum)
+    for other in (fisher.rotated(), fisher.nearest()):
+        torch.testing.assert_close(other.dense(), fisher.dense())
+    twice = (fisher.rotated() + fisher.scaled(2.0).rotated()).merged()
+    assert sum(isinstance(term, holdfast.Rotated) for term in twice.terms) == 1
+    flat = holdfast.lowrank_fisher(model, batches, holdfast.categorical, rank=2)
+    with pytest.raises(holdfast.ArgumentError, match="no Kronecker factors"):
+        holdfast.Sum((flat, holdfast.prior(model, precision=1.0).precision)).rotated()

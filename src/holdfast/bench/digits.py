@@ -29,7 +29,7 @@ class Digits:
     def rounds(self) -> int:
         """How many stages are learned in all, for a progress bar."""
         return (
-            len(STRENGTHS) * self.tasks + (7 * self.tasks + 1) * self.seeds
+            len(STRENGTHS) * self.tasks + (8 * self.tasks + 1) * self.seeds
         )  # one method less where strength 1 is chosen
 
     def run(self, progress: Callable[[str], None] = lambda learned: None) -> tuple[float, list[Run]]:
@@ -44,6 +44,7 @@ class Digits:
             f"EWC, J, strength {strength:g}": ("ewc", strength),
             f"EWC, J_original, {strength:g}": ("ewc-original", strength),
             "Kronecker, strength 1": ("kronecker", 1.0),
+            "Kronecker, softened Fisher": ("kronecker-softened", 1.0),
             "Kronecker, rotated steps": ("kronecker-rotated", 1.0),
             "joint, all data kept": ("joint", 1.0),
         }

@@ -109,8 +109,9 @@ def _page(experiment: Digits, runs: list[Run], chosen: str, seconds: float) -> s
             "Elastic weight consolidation keeps, instead of the data, how much each weight mattered (its Fisher "
             "information), and holds the weights that did. At strength 1 an old example counts as much as a new one. "
             "A diagonal leaves out what weights know together. A stronger hold can make up for part of that: "
-            f"{chosen}. Kronecker factors keep it, and need no strength to be chosen; steps in "
-            "their eigenvectors (rotate=True) find better weights under so stiff a hold.",
+            f"{chosen}. Kronecker factors keep it, and need no strength to be chosen. A network that is "
+            "sure of its answers has little Fisher information; taken of softer answers (holdfast.softened) it holds "
+            "more. Steps in the factors' eigenvectors (rotate=True) find better weights under so stiff a hold.",
         ],
         facts=[
             ("command", f"holdfast demo --tasks {tasks} --seeds {seeds} --epochs {experiment.epochs}"),

@@ -131,7 +131,7 @@ def _of_memory(facts: dict[str, Any]) -> list[tuple[str, object]]:
         ("stands for", f"{facts['num_data']:g} {facts['unit']}s" if facts["unit"] else "nothing yet: a prior"),
         ("learned from", "\n".join(map(str, facts["tasks"])) or "nothing"),
         ("targets", ", ".join(map(str, facts["targets"])) or "none"),
-        ("structure", facts["precision"].get("kind", "unknown")),
+        ("structure", _structure(facts["precision"])),
         ("parameters", f"{entries:,} in {sum(name.startswith('mean.') for name in shapes)} tensors"),
         ("buffers", sum(name.startswith("buffers.") for name in shapes)),
         *([("probes", _probes(facts["probes"], shapes))] if isinstance(facts.get("probes"), dict) else []),
@@ -139,6 +139,13 @@ def _of_memory(facts: dict[str, Any]) -> list[tuple[str, object]]:
         ("id", facts["id"]),
         ("parents", ", ".join(map(str, facts["parents"])) or "none"),
     ]
+
+
+def _structure(said: dict[str, Any]) -> str:
+    """The kind of a precision, and of each of its terms."""
+    terms = said.get("terms")
+    kinds = [each.get("kind", "unknown") for each in terms if isinstance(each, dict)] if isinstance(terms, list) else []
+    return " + ".join(map(str, kinds)) or str(said.get("kind", "unknown"))
 
 
 def _probes(said: dict[str, Any], shapes: dict[str, list[int]]) -> str:

@@ -62,13 +62,15 @@ class Factors:
         self._squares = Squares(named, total, limit)
         self._limit = limit
         self._widest = widest
-        self._tokens = tokens  # whether positions have losses of their own, or none: those do not count
+        self._tokens = tokens  # whether positions have losses of their own, one a site too: those without do not count
         self._plan: Plan | None = None
         self._known = Known(named)
         self._layer_of: dict[str, Layer] = {}  # by weight, once its first form was seen
         self._served: dict[Site, str] = {}  # weights' sites
         self._left: Plan = Plan({}, {}, ())
         self._heard: set[Site] = set()
+        self._columns = 1
+        self._waiting: dict[Site, tuple[str, Products, Tensor]] = {}  # inputs, and where a column had a gradient
 
     @property
     def why(self) -> Mapping[str, str]:
@@ -95,6 +97,8 @@ class Factors:
             self._plan = plan
             self._serve(plan)
         self._heard.clear()
+        self._waiting.clear()
+        self._columns = columns
         self._squares.begin(self._left, graph)
 
     def take(self, site: Site, form: Form) -> None:
@@ -108,7 +112,11 @@ class Factors:
     def done(self) -> None:
         self._squares.done()
 
+    @torch.no_grad()
     def finish(self) -> None:
+        for name, parts, mask in self._waiting.values():
+            self._add_inputs(name, parts, parts, mask)
+        self._waiting.clear()
         self._squares.finish()
 
     def score(self, name: str, scores: Tensor) -> None:
@@ -135,31 +143,42 @@ class Factors:
         sums = self.layers[layer]
         new = site not in self._heard  # the columns of an exact Fisher share their inputs
         self._heard.add(site)
-        left, right = (sums.inputs, sums.outputs) if parts.inputs_left else (sums.outputs, sums.inputs)
-        mask = _counted(parts) if new and self._tokens and parts.positions > 1 and parts is form else None
-        if new:
-            sums.places = sums.places + (
-                parts.examples * parts.positions if mask is None else mask.sum(dtype=torch.long)
-            )
-        if new or not parts.inputs_left:
-            ones = sums.ones if parts.inputs_left else None
+        # Positions of a sequence may be padding; the places of a convolution's kernel all count.
+        counts = site.operation != "ConvolutionBackward0" and (self._tokens or parts.positions > 1)
+        self._add_side(name, form, parts, sums.outputs, inputs=False)
+        if counts and self._columns > 1:  # one that has a gradient in any column counts
+            mask = _counted(parts)
+            before = self._waiting.get(site)
+            self._waiting[site] = (name, parts, mask if before is None else torch.maximum(mask, before[2]))
+        elif new:
+            self._add_inputs(name, form, parts, _counted(parts) if counts else None)
+
+    def _add_inputs(self, name: str, form: Form, parts: Products, mask: Tensor | None) -> None:
+        sums = self.layers[self._layer_of[name]]
+        sums.places = sums.places + (parts.examples * parts.positions if mask is None else mask.sum(dtype=torch.long))
+        self._add_side(name, form, parts, sums.inputs, inputs=True, mask=mask, ones=sums.ones)
+
+    def _add_side(
+        self, name: str, form: Form, parts: Products, total: Tensor, *, inputs: bool, mask: Tensor | None = None,
+        ones: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        if parts.inputs_left == inputs:
             rows = parts.left(0, parts.examples)
-            _add_(left, rows if mask is None or not parts.inputs_left else rows * mask, ones)
-        if new or parts.inputs_left:
-            ones = None if parts.inputs_left else sums.ones
-            step = self._limit.examples(max(1, parts.share), f"what the kernel of `{name}` saw")
-            if isinstance(form, Shifted) and form.patches and right.ndim == 3:
-                for each in form.patches:
-                    each.add_grams_(right, step)
-                    if ones is not None:
-                        ones += each.sums(ones.dtype)
-                return
-            if parts.share and right.device.type == "cpu":
-                step = max(1, min(step, CACHED // parts.share))
-            for start in range(0, parts.examples, step):
-                stop = min(start + step, parts.examples)
-                rows = parts.right(start, stop)
-                _add_(right, rows if mask is None or parts.inputs_left else rows * mask[start:stop], ones)
+            _add_(total, rows if mask is None else rows * mask, ones)
+            return
+        step = self._limit.examples(max(1, parts.share), f"what the kernel of `{name}` saw")
+        if isinstance(form, Shifted) and form.patches and total.ndim == 3:
+            for each in form.patches:
+                each.add_grams_(total, step)
+                if ones is not None:
+                    ones += each.sums(ones.dtype)
+            return
+        if parts.share and total.device.type == "cpu":
+            step = max(1, min(step, CACHED // parts.share))
+        for start in range(0, parts.examples, step):
+            stop = min(start + step, parts.examples)
+            rows = parts.right(start, stop)
+            _add_(total, rows if mask is None else rows * mask[start:stop], ones)
 
     def _made(self, name: str, site: Site, parts: Products) -> Layer:
         parameter = self._named[name]

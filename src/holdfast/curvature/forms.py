@@ -136,7 +136,7 @@ class Lookup(Form):
         steps = torch.diff(ordered, prepend=ordered[:1]) != 0
         places = torch.empty_like(order).scatter_(0, order, steps.cumsum(0))
         sums = total.new_zeros(batch * positions, self.shape[1])
-        sums.index_add_(0, places, self.values.reshape(batch * positions, -1).to(total.dtype))
+        sums.index_add_(0, places, self.values.reshape(batch * positions, self.shape[1]).to(total.dtype))
         rows = torch.zeros_like(order).scatter_(0, places, self.indices.flatten().long())
         total.index_add_(0, rows, sums.square_())
 

@@ -43,9 +43,9 @@ def kronecker_fisher(
 
     A = mean of a aᵀ over a layer's inputs, with a 1 for the bias; G = sum of g gᵀ over the gradients of its outputs.
     Every position of a sequence, every place of a convolution's kernel and every use of a shared layer counts as an
-    input of its own ("expand": Eschenhagen et al., 2023). That is right where each has a loss of its own, as tokens do
-    (those without a label do not count), and never leaves a layer free; where positions are averaged before the loss it
-    can be several times too small.
+    input of its own ("expand": Eschenhagen et al., 2023). That is right where each has a loss of its own, as tokens do,
+    and never leaves a layer free; where positions are averaged before the loss it can be several times too small.
+    Positions of a sequence that no gradient reaches, such as padding, do not count.
     `exact_trace=True` scales each layer to the trace of its exact Fisher, at the cost of a diagonal Fisher more.
 
     A layer is what multiplies by a whole parameter, whatever module does it. Its bias joins if it is added in the same

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -48,8 +49,7 @@ def mixed_fisher(
         )
     left, parts = dict(named), []
     for pattern, fisher in structures.items():
-        if not callable(fisher):
-            raise ArgumentError(f"`{pattern}` needs a function such as holdfast.kronecker_fisher, got {fisher!r}.")
+        _require_structure(pattern, fisher)
         mine = chosen(left, pattern)
         if not mine:
             raise ArgumentError(f"no parameter is left for `{pattern}`. Left: {some(left)}.")
@@ -58,5 +58,34 @@ def mixed_fisher(
     if left:
         raise ArgumentError(f'no pattern fits {some(left)}. Add "*" as the last one, for all the rest.')
     shared = {"targets": targets, "seed": seed, "forward": forward, "memory": memory}
-    found = [fisher(model, batches, likelihood, only=names, **shared) for fisher, names in parts]
+    found = []
+    for fisher, names in parts:
+        own = fisher.keywords if isinstance(fisher, functools.partial) else {}  # what is said with a structure holds
+        given = {key: value for key, value in shared.items() if key not in own}
+        found.append(fisher(model, batches, likelihood, only=names, **given))
+    if len({source.id for each in found for source in each.sources}) > 1:
+        raise DataError(
+            "the batches were not the same each time they were read (once for each pattern): are they augmented, or "
+            "is the last one dropped? Give batches that stay as they are, or a list."
+        )
     return functools.reduce(operator.add, found)
+
+
+def _require_structure(pattern: str, fisher: object) -> None:
+    if not callable(fisher):
+        raise ArgumentError(f"`{pattern}` needs a function such as holdfast.kronecker_fisher, got {fisher!r}.")
+    takes = inspect.signature(fisher).parameters
+    name = getattr(fisher, "__name__", None) or getattr(getattr(fisher, "func", None), "__name__", "the function")
+    lacks = [each for each in ("only", "targets", "seed", "forward", "memory") if each not in takes]
+    if lacks and not any(each.kind is inspect.Parameter.VAR_KEYWORD for each in takes.values()):
+        raise ArgumentError(
+            f"`{pattern}`: {name} does not take {', '.join(lacks)}, as a part of a mixture must. Use diagonal_fisher, "
+            "kronecker_fisher, lowrank_fisher or dense_fisher."
+        )
+    missing = [
+        each.name for each in takes.values()
+        if each.kind is inspect.Parameter.KEYWORD_ONLY and each.default is inspect.Parameter.empty
+    ]  # fmt: skip
+    if missing:
+        said = ", ".join(f"{each}=..." for each in missing)
+        raise ArgumentError(f"`{pattern}`: {name} needs {said}: functools.partial(holdfast.{name}, {said}).")

@@ -78,8 +78,8 @@ def hold(
     held = [each.precision for each in posteriors if each.precision.shapes]
     if rotate and not posteriors:
         raise ArgumentError("rotate=True turns steps into the eigenvectors of a posterior, and none is held to here.")
-    # A flat prior pulls nowhere: there is nothing to turn to.
-    turn = Rotation(held, optimizers, model.parameters()) if rotate and held else None
+    # A prior alone has no directions of its own: there is nothing to turn to.
+    turn = Rotation(held, optimizers, model.parameters()) if rotate and any(each.num_data for each in held) else None
     if forward is not None and budget is None:
         raise ArgumentError("forward is how a budget's probes go through the model, and there is no budget here.")
     allowed = None if budget is None else Budget(budget, _one(posterior), terms, forward)

@@ -21,6 +21,7 @@ from .base import (
     standard_normal,
 )
 from .diagonal import Diagonal, SignedDiagonal
+from .factors import digit
 from .source import Source, joined, parted, thinned
 
 
@@ -108,7 +109,10 @@ class Dense(Precision):
         if not isinstance(other, (Dense, Diagonal, SignedDiagonal)) or not set(other.shapes) <= set(self.layout):
             return None
         sources = joined((self.layout, self.sources), (other.shapes, other.sources))
-        return Dense(self.layout, self.matrix + embedded(other, self.layout).to(self.matrix.device), sources)
+        matrix, added = self.matrix, embedded(other, self.layout).to(self.matrix.device)
+        if not isinstance(other, Dense) and _would_be_lost(added.diagonal(), matrix):
+            matrix = matrix.double()
+        return Dense(self.layout, matrix + added, sources)
 
     def minus(self, part: Precision) -> Precision | None:
         if not isinstance(part, (Dense, Diagonal)) or not set(part.shapes) <= set(self.layout):
@@ -134,7 +138,7 @@ class Dense(Precision):
         return {name: piece.view(shape) for (name, shape), piece in zip(self.layout.items(), pieces, strict=True)}
 
     def _wide(self) -> Tensor:
-        return self.matrix.to(torch.promote_types(self.matrix.dtype, torch.float32))
+        return self.matrix.double()
 
     def _require_no_negative(self, values: Tensor) -> None:
         # A sum in float32 is rounded as such, whatever it was cast to since.
@@ -144,7 +148,7 @@ class Dense(Precision):
             raise ArgumentError(f"this matrix is no precision: it is negative in {below} of {len(values)} directions.")
 
     def _cutoff(self, values: Tensor) -> float:
-        return len(values) * torch.finfo(values.dtype).eps * max(float(values.abs().max()), 0.0)
+        return len(values) * digit(self.matrix) * max(float(values.abs().max()), 0.0) if len(values) else 0.0
 
     def _positive_eigenvalues(self, what: str, values: Tensor) -> Tensor:
         self._require_no_negative(values)
@@ -152,6 +156,14 @@ class Dense(Precision):
         if free:
             raise singular(what, [f"{free} of {len(values)} directions"])
         return values
+
+
+def _would_be_lost(entries: Tensor, matrix: Tensor) -> bool:
+    """Whether what is added to a diagonal, such as a weak prior, is near the rounding of the matrix."""
+    if matrix.dtype == torch.float64 or not len(matrix):
+        return False
+    least = entries.where(entries > 0, torch.inf).min()
+    return bool(least < 100 * len(matrix) * torch.finfo(matrix.dtype).eps * matrix.diagonal().abs().max())
 
 
 def embedded(precision: Precision, layout: Mapping[str, torch.Size]) -> Tensor:

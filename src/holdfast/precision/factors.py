@@ -72,6 +72,12 @@ def embedded(factor: Tensor, places: Tensor, size: int) -> Tensor:
     return larger
 
 
+def digit(tensor: Tensor) -> float:
+    """The last digit that a tensor's entries were rounded to: that of float32, if all of them fit into it."""
+    own = torch.finfo(tensor.dtype).eps
+    return own if own > _FLOAT32 or not torch.equal(tensor, tensor.float().to(tensor)) else _FLOAT32
+
+
 def eigen(factor: Tensor, what: str, *, cut: bool) -> tuple[Tensor, Tensor | None]:
     """Eigenvalues and eigenvectors, which are none for a diagonal, in float64.
 
@@ -80,7 +86,7 @@ def eigen(factor: Tensor, what: str, *, cut: bool) -> tuple[Tensor, Tensor | Non
     """
     values, vectors = torch.linalg.eigh(factor.double()) if factor.ndim == 3 else (factor.double(), None)
     largest = values.shape[-1] * values.abs().amax(-1, keepdim=True)
-    rounding = torch.finfo(factor.dtype).eps * largest
+    rounding = digit(factor) * largest
     below = int((values < -100 * max(torch.finfo(factor.dtype).eps, _FLOAT32) * largest).sum())
     if below:
         raise ArgumentError(f"{what} is no precision's: it is negative in {below} of {values.numel()} directions.")

@@ -175,7 +175,7 @@ class Kronecker(Precision):
 
     def rotated(self) -> Rotated:
         """The sum's own diagonal in the eigenvectors of the merged factors; exact where there is one term."""
-        return self.in_eigenvectors(cut=False).to(dtype=_dtype(self.tensors))
+        return self.in_eigenvectors(cut=True).to(dtype=_dtype(self.tensors))
 
     def in_eigenvectors(self, *, cut: bool) -> Rotated:
         """The same in float64; with `cut`, directions that cannot be told from free ones are free."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -119,12 +119,14 @@ class Sum(Precision):
 
     def merged(self) -> Sum:
         terms: list[Precision] = []
-        for term in (term.merged() for term in self.terms):
-            if terms and isinstance(term, Rotated) and isinstance(terms[-1], Rotated):
-                both = terms[-1].merged_with(term)
-                terms[-1:] = [both] if both is not None else [terms[-1], term]
+        for new in (term.merged() for term in self.terms):
+            for index, term in enumerate(terms):
+                both = term.merged_with(new) if isinstance(term, Rotated) and isinstance(new, Rotated) else None
+                if both is not None:
+                    terms[index] = both
+                    break
             else:
-                terms.append(term)
+                terms.append(new)
         return Sum(tuple(terms), self.sources)
 
     def is_zero(self) -> bool:
@@ -132,6 +134,20 @@ class Sum(Precision):
 
     def blocks(self) -> tuple[Precision, ...]:
         return tuple(self._apart())
+
+    def nearest(self) -> Precision:
+        """Kronecker terms with one product per layer, the nearest to their sum; the other terms as they are."""
+        return self._with(Kronecker.nearest)
+
+    def rotated(self) -> Precision:
+        """Kronecker terms as diagonals in their own eigenvectors; the other terms as they are."""
+        return self._with(Kronecker.rotated)
+
+    def _with(self, change: Callable[[Kronecker], Precision]) -> Precision:
+        terms = [change(term) if isinstance(term, Kronecker) else term for term in self.terms]
+        if terms == list(self.terms):
+            raise ArgumentError("there are no Kronecker factors in this sum: use kronecker_fisher.")
+        return Sum(tuple(terms), self.sources)
 
     def structure(self) -> dict[str, Any]:
         return {"terms": [described(term) for term in self.terms]}
