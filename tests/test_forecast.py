@@ -295,6 +295,7 @@ class TestAnswers:
             small + large
 
 
+LOCAL = pytest.mark.filterwarnings("ignore:.*told by the quadratic")
 GOES_BACK = pytest.mark.filterwarnings("ignore:to stay within")  # more than half of the way
 
 
@@ -390,6 +391,7 @@ class TestBudget:
         assert torch.equal(other[0].weight, before)
         assert handle.spent.strength < 0.5
 
+    @LOCAL
     def test_without_probes_the_quadratic_tells(self, scene):
         model, memory, x, _ = scene
         other = copy.deepcopy(model)
@@ -400,6 +402,7 @@ class TestBudget:
         assert "local" in handle.spent.by
         assert float(holdfast.penalty(other, memory.posterior).detach()) / memory.num_data <= 0.0101
 
+    @LOCAL
     def test_of_several_terms_the_largest_estimate_counts(self, scene):
         """A mean of the quadratic and the divergence would hide that one of them is spent."""
         model, memory, x, _ = scene
@@ -471,6 +474,29 @@ class TestBudget:
         optimizer = torch.optim.Adam(model.parameters())
         with pytest.raises(holdfast.ArgumentError, match=r"0\.weight.*which trains"):
             holdfast.hold(optimizer, model, posterior, num_data=len(x), budget=0.1)
+
+    def test_without_probes_it_warns_that_it_may_be_overspent_and_of_what_it_does_not_see(self):
+        x, y = clouds()
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(10, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3)).eval()
+        fisher = holdfast.diagonal_fisher(model, [(x, y)], holdfast.categorical)
+        posterior = holdfast.consolidate(holdfast.prior(model), model, fisher)
+        optimizer = torch.optim.Adam(model.parameters())
+        with pytest.warns(holdfast.HoldfastWarning, match=r"local estimate.*does not see `1.running_mean`") as said:
+            holdfast.hold(optimizer, model, posterior, num_data=len(x), budget=0.05)
+        assert said[0].filename == __file__
+
+    @pytest.mark.parametrize("way", ["finish", "remove", "with"])
+    def test_what_is_taken_back_is_said_of_the_users_line(self, scene, way):
+        _, handle = overspent(scene, budget=0.001)
+
+        def leave():
+            with handle:
+                pass
+
+        with pytest.warns(holdfast.HoldfastWarning, match="went back") as said:
+            (leave if way == "with" else getattr(handle, way))()
+        assert said[0].filename == __file__
 
     @GOES_BACK
     def test_statistics_go_back_with_the_weights(self):

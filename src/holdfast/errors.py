@@ -46,7 +46,7 @@ class HoldfastWarning(UserWarning):
 
 def require_number(value: object, what: str, *, positive: bool = False) -> float:
     """`value` as a finite float, zero or more (or more than zero); raises, saying what it should have been."""
-    number = float(value) if isinstance(value, Real) else math.nan
+    number = float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
     if not math.isfinite(number) or number < 0 or (positive and number == 0):
         got = repr(value) if isinstance(value, (Real, str)) else type(value).__name__
         raise ArgumentError(f"{what} must be a finite number {'> 0' if positive else '≥ 0'}, got {got}.")

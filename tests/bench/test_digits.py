@@ -15,7 +15,7 @@ def test_progress_is_told_of_every_round():
     names = [run.method for run in runs]
     assert names == list(dict.fromkeys([
         "fine-tuning", "frozen after task 1", "EWC, J, strength 1", f"EWC, J, strength {strength:g}",
-        f"EWC, J_original, {strength:g}", "Kronecker, strength 1", "Kronecker, softened Fisher",
+        f"EWC, J_original, {strength:g}", "Kronecker, strength 1", "Kronecker, softened",
         "Kronecker, rotated steps", "joint, all data kept",
     ]))  # fmt: skip
     frozen = runs[names.index("frozen after task 1")]

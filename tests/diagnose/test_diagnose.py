@@ -388,3 +388,83 @@ def test_a_far_fine_tune_is_told_to_retrain_and_a_near_one_to_hold():
     x, y = batches[0]
     rise = nn.functional.cross_entropy(far(x), y) - nn.functional.cross_entropy(model(x), y)
     assert curve.rises[-1] == pytest.approx(rise.item(), rel=1e-9)
+
+
+class Scaled(nn.Module):
+    """One number for all outputs: a parameter without an axis."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.scale = nn.Linear(4, 3), nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, x):
+        return self.layer(x) * self.scale
+
+
+@pytest.mark.parametrize("exact_up_to", [0, 2000])
+def test_a_parameter_without_an_axis_and_a_label_that_is_one_number(exact_up_to):
+    torch.manual_seed(0)
+    x, y = torch.randn(40, 4), torch.arange(40) % 3
+    found = holdfast.diagnose(Scaled(), [(x, y)], holdfast.categorical, exact_up_to=exact_up_to)
+    assert found.entries == 16
+    one = nn.Sequential(nn.Linear(4, 1), nn.Flatten(0))
+    found = holdfast.diagnose(one, [(x, (y > 0).float())], holdfast.bernoulli, exact_up_to=exact_up_to)
+    assert 0.5 <= found.fishers.confidence <= 1
+
+
+def test_a_fine_tune_that_lowered_the_old_loss_needs_no_hold():
+    torch.manual_seed(0)
+    x, y = torch.randn(60, 4), torch.arange(60) % 3
+    model = nn.Linear(4, 3)
+    moved = copy.deepcopy(model)
+    optimizer = torch.optim.Adam(moved.parameters(), lr=0.05)
+    for _ in range(200):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(moved(x), y).backward()
+        optimizer.step()
+    found = holdfast.diagnose(model, [(x, y)], holdfast.categorical, moved=moved)
+    assert found.advice[-1].startswith("No hold is needed: the fine-tune lowered the old loss by")
+
+
+def test_a_dead_network_is_not_taken_for_a_sure_one():
+    model = nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3, bias=False))
+    with torch.no_grad():
+        model[0].bias.fill_(-100.0)
+    found = holdfast.diagnose(model, [(torch.randn(40, 4), torch.arange(40) % 3)], holdfast.categorical)
+    assert "do not depend on its parameters" in found.advice[0]
+
+
+def test_softened_it_is_the_cross_entropy_that_is_diagnosed():
+    torch.manual_seed(0)
+    model, batches = nn.Linear(4, 3), [(torch.randn(40, 4), torch.arange(40) % 3)]
+    plain, soft = (holdfast.diagnose(model, batches, each) for each in (holdfast.categorical, holdfast.softened()))
+    assert soft.advice == plain.advice
+    assert "the cross-entropy itself" in soft.doubts[0]
+
+
+def test_low_rank_figures_do_not_depend_much_on_how_the_data_is_cut():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(10, 8), nn.Tanh(), nn.Linear(8, 3))
+    x, y = torch.randn(300, 10), torch.arange(300) % 3
+    whole, cut = (
+        holdfast.diagnose(model, list(zip(x.split(size), y.split(size), strict=True)), holdfast.categorical)
+        for size in (300, 30)
+    )
+    one, other = (found.structure.of("low-rank Fisher") for found in (whole, cut))
+    assert one.cosine == pytest.approx(other.cosine, abs=0.05)
+
+
+def test_where_no_layer_is_factored_kronecker_is_not_advised():
+    class Picked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Parameter(0.3 * torch.randn(12, 4, 3))
+
+        def forward(self, x):
+            return sum((x[:, i : i + 1] * self.table[i][i % 4].unsqueeze(0)) for i in range(12))
+
+    torch.manual_seed(0)
+    model, batches = Picked(), [(torch.randn(250, 12), torch.arange(250) % 3)]
+    found = holdfast.diagnose(model, batches, holdfast.categorical, exact_up_to=0)
+    assert not found.structure.factored
+    assert not any("Use kronecker_fisher" in line for line in found.advice)

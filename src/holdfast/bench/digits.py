@@ -44,7 +44,7 @@ class Digits:
             f"EWC, J, strength {strength:g}": ("ewc", strength),
             f"EWC, J_original, {strength:g}": ("ewc-original", strength),
             "Kronecker, strength 1": ("kronecker", 1.0),
-            "Kronecker, softened Fisher": ("kronecker-softened", 1.0),
+            "Kronecker, softened": ("kronecker-softened", 1.0),
             "Kronecker, rotated steps": ("kronecker-rotated", 1.0),
             "joint, all data kept": ("joint", 1.0),
         }

@@ -129,7 +129,11 @@ def _run(path: Path, function: str) -> Any:
             sys.exit(_missing(path, function, module))
         return found()
     except Exception as error:
-        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == path]
+        lines = [
+            frame.lineno
+            for frame in traceback.extract_tb(error.__traceback__)
+            if Path(frame.filename).resolve() == path.resolve()
+        ]
         line = error.lineno if isinstance(error, SyntaxError) else lines[-1] if lines else None
         where = f", line {line}" if line else ""
         sys.exit(f"{path}{where}: {type(error).__name__}: {error}")

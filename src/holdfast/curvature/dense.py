@@ -91,7 +91,7 @@ class _OuterProducts:
         scores = form.scores(0, form.examples).to(self.total.dtype)
         for name in self._names[site]:
             pulled = site.route.pulled(scores, self._named[name], self._graph)
-            self._part(self._column, name).add_(pulled.flatten(1))
+            self._part(self._column, name).add_(pulled.reshape(len(pulled), -1))
 
     def done(self) -> None:
         self._column += 1
@@ -100,7 +100,7 @@ class _OuterProducts:
     def score(self, name: str, scores: Tensor) -> None:
         start = self._filled[name]
         self._filled[name] = stop = start + len(scores)
-        for column, each in enumerate(scores.flatten(2).unbind(1)):
+        for column, each in enumerate(scores.reshape(*scores.shape[:2], -1).unbind(1)):
             self._part(column, name)[start:stop] = each.to(self.total.dtype)
 
     @torch.no_grad()

@@ -14,6 +14,8 @@ TWICE, HUNDREDTH, MOSTLY = 2.0, 0.01, 0.9
 FADED, SAME_ORDER = 0.5, 0.9
 # A fine-tune that went this many times farther than the quadratic is believed is no matter of a hold any more.
 FAR = 4.0
+# A mean confidence from which a vanishing Fisher is the confidence's doing.
+SURE = 0.999
 
 _CALLS = {
     "diagonal Fisher": "diagonal_fisher",
@@ -26,10 +28,14 @@ _CALLS = {
 def advice(optimum: Optimum, taylor: Taylor, structure: Structure, fishers: Fishers, unit: str) -> tuple[str, ...]:
     """Sentences: the optimum, which structure, which Fisher, how far, hold or retrain."""
     if not fishers.of(fishers.best).total > 0:
-        return (
-            f"The {fishers.best} Fisher is zero: a penalty would hold nothing. The model is certain to the "
-            "last digit; train it with label smoothing, or hold it by its answers (distill).",
+        sure = fishers.confidence is not None and fishers.confidence > SURE
+        why = (
+            "The model is certain to the last digit: take the Fisher of softer answers (softened), train with label "
+            "smoothing, or hold it by its answers (distill)."
+            if sure
+            else "Its outputs do not depend on its parameters here: are units dead, or is a part detached?"
         )
+        return (f"The {fishers.best} Fisher is zero: a penalty would hold nothing. {why}",)
     chosen = recommended(structure)
     return (
         *_optimum(optimum),
@@ -46,7 +52,9 @@ def recommended(structure: Structure) -> str:
     if structure.held:
         least = min(each.cost for each in structure.held)
         return next(each.structure for each in structure.held if each.cost <= TWICE * least + HUNDREDTH)
-    return "diagonal Fisher" if structure.all.squares >= MOSTLY else "Kronecker Fisher"
+    if structure.all.squares >= MOSTLY:
+        return "diagonal Fisher"
+    return "Kronecker Fisher" if structure.factored else "low-rank Fisher"
 
 
 def _optimum(optimum: Optimum) -> tuple[str, ...]:
@@ -77,7 +85,11 @@ def _structure(taylor: Taylor, structure: Structure, chosen: str) -> str:
         why = f"A hold that leaves half of {where} leaves of its cost: {listed}"
         rule = f"the cheapest structure within {TWICE:g} times the best, or 1 % more"
     else:
-        why = "Kronecker factors hold what layers know together"
+        why = (
+            "Kronecker factors hold what layers know together"
+            if structure.factored
+            else "No layer could be factored, and directions hold some of what the diagonal leaves"
+        )
         rule = f"the diagonal is enough from {100 * MOSTLY:.0f} % on"
     return f"Use {_CALLS[chosen]}. The diagonal holds {held}. {why} ({rule})."
 
@@ -118,9 +130,13 @@ def _far(taylor: Taylor, chosen: str, unit: str) -> str:
     least = "at least " if hessian.beyond else ""
     return (
         f"Along {where}, ½δᵀHδ is believed up to {least}‖δ‖ = {hessian.length:.2g}, {hessian.relative:.2g} of the "
-        f"weights' norm, where the old loss has risen by {hessian.rise:.2g} nats per {unit} ({rule}); that of the "
+        f"weights' norm, where the old loss has {_moved(hessian.rise)} nats per {unit} ({rule}); that of the "
         f"recommended Fisher up to {own.relative:.2g}."
     )
+
+
+def _moved(rise: float) -> str:
+    return f"risen by {rise:.2g}" if rise >= 0 else f"fallen by {-rise:.2g}"
 
 
 def _hold(taylor: Taylor, chosen: str, unit: str) -> str:
@@ -137,6 +153,11 @@ def _hold(taylor: Taylor, chosen: str, unit: str) -> str:
     priced = (
         f"the fine-tune raised the old loss by {true:.3g} nats per {unit}; the recommended Fisher forecast {said:.3g}"
     )
+    if true < -NEGLIGIBLE:
+        return (
+            f"No hold is needed: the fine-tune lowered the old loss by {-true:.3g} nats per {unit}. The model was not "
+            "at its optimum, and Λ belongs there: train on before the Fisher is taken."
+        )
     if abs(true) <= NEGLIGIBLE:
         return f"No hold is needed: {priced}."
     if radius.distance >= 1:

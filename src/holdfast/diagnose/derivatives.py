@@ -111,7 +111,9 @@ def _rows(gradient: Tensor, parameters: Sequence[Tensor], vectors: Tensor, index
                 )
                 rows = len(vectors)
                 pairs = zip(found, parameters, strict=True)
-                return torch.cat([p.new_zeros(rows, p.numel()) if g is None else g.flatten(1) for g, p in pairs], 1)
+                return torch.cat(
+                    [p.new_zeros(rows, p.numel()) if g is None else g.reshape(rows, -1) for g, p in pairs], 1
+                )
             except RuntimeError as error:
                 if "out of memory" in str(error):
                     raise

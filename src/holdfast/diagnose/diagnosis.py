@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from ..curvature import dense_fisher, kronecker_fisher, lowrank_fisher
 from ..curvature.batches import Forward
 from ..errors import ArgumentError, HoldfastWarning
-from ..likelihood import Likelihood
+from ..likelihood import Likelihood, categorical
+from ..likelihood.categorical import Categorical
 from ..params import some
 from ..precision import Diagonal, Precision
 from ..untouched import untouched
@@ -29,6 +30,8 @@ from .task import Task, task
 from .taylor import Taylor, taylor
 
 RANK = 16
+ROWS = 256  # sums of scores a batch gives to find them by: few would blur them, and look like the structure's fault
+SOFT = ("a softened likelihood is for holds: what is diagnosed here is the cross-entropy itself.",)
 EXACT_UP_TO = 2000
 # Fewer examples than this say little of the next ones.
 FEW = 200
@@ -104,6 +107,11 @@ def diagnose(
     for name, value, least in (("directions", directions, 1), ("probes", probes, 3), ("exact_up_to", exact_up_to, 0)):
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise ArgumentError(f"{name} is a whole number, {least} at least, got {value!r}.")
+    soft = isinstance(likelihood, Categorical) and likelihood.temperature != 1
+    if soft:  # a curvature to hold by, and no loss that anyone trains with
+        likelihood = categorical
+    if not isinstance(seed, int):
+        raise ArgumentError(f"a seed is an integer, got {seed!r}.")
     mine = task(model, batches, likelihood, forward)
     exact = mine.entries <= exact_up_to
     with untouched(mine.model):
@@ -136,7 +144,7 @@ def diagnose(
         built,
         compared,
         advice(settled, followed, built, compared, begun.unit),
-        _doubts(begun, [str(each.message) for each in said], steady=steady),
+        _doubts(begun, [*(SOFT if soft else ()), *(str(each.message) for each in said)], steady=steady),
     )
 
 
@@ -145,7 +153,9 @@ def _precisions(task: Task, seed: int, *, exact: bool) -> dict[str, Precision]:
     given = (task.model, task.batches, task.likelihood)
     found: dict[str, Precision] = {
         "Kronecker Fisher": kronecker_fisher(*given, seed=seed, forward=task.forward),
-        "low-rank Fisher": lowrank_fisher(*given, rank=min(RANK, task.entries), seed=seed, forward=task.forward),
+        "low-rank Fisher": lowrank_fisher(
+            *given, rank=min(RANK, task.entries), rows=ROWS if exact else 2 * RANK, seed=seed, forward=task.forward
+        ),
     }
     return {**found, "dense Fisher": dense_fisher(*given, seed=seed, forward=task.forward)} if exact else found
 

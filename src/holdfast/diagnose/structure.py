@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -73,6 +74,14 @@ class Structure:
     def all(self) -> Share:
         """Of the whole matrix."""
         return self.shares[-1]
+
+    @property
+    def factored(self) -> bool:
+        """Whether Kronecker factors are more than the diagonal here: some layer could be factored."""
+        mine, plain = self.of("Kronecker Fisher"), self.of("diagonal Fisher")
+        return not all(
+            math.isclose(getattr(mine, each), getattr(plain, each), rel_tol=1e-4) for each in ("cosine", "error")
+        )
 
     def of(self, structure: str) -> Recovery:
         """What one structure recovers."""

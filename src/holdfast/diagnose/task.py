@@ -92,7 +92,7 @@ def confidence(task: Task, batch: Batch, output: Any) -> Tensor | None:
     if isinstance(task.likelihood, Categorical):
         return output.softmax(-1).amax(-1)  # type: ignore[no-any-return]
     if isinstance(task.likelihood, Bernoulli):
-        return (output.abs().sigmoid()).flatten(1).mean(1)  # type: ignore[no-any-return]
+        return output.abs().sigmoid().reshape(len(output), -1).mean(1)  # type: ignore[no-any-return]
     if isinstance(task.likelihood, Tokens):
         labels = batch.target[:, 1:] if task.likelihood.shift else batch.target
         counted = (labels != task.likelihood.ignore_index).to(output.dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from os import PathLike
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..errors import ArgumentError, MismatchError, require_number
+from ..errors import ArgumentError, HoldfastWarning, MismatchError, require_number
 from ..penalty import Quadratic, Term
 from ..posterior import Memory, Posterior, as_posterior
 from ..posterior.product import require_counted_once
@@ -86,6 +87,8 @@ def hold(
     handle = Handle(optimizers, model, terms, count, strength, turn, allowed)
     if allowed is not None:
         allowed.ready(model)
+        if caution := allowed.caution(model):
+            warnings.warn(caution, HoldfastWarning, stacklevel=2)
     handle._attach()
     return handle
 

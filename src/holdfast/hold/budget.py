@@ -75,6 +75,18 @@ class Budget:
     def _by_probes(self) -> bool:
         return not missing(self.memory)
 
+    def caution(self, model: nn.Module) -> str:
+        """Why the budget may be overspent all the same; nothing where probes tell."""
+        if self._by_probes:
+            return ""
+        counted = [name for name, buffer in buffers(unwrapped(model)).items() if buffer.is_floating_point()]
+        blind = f" It does not see {some(counted)} change at all." if counted else ""
+        return (
+            f"{missing(self.memory)}, so what is spent of this budget is told by the quadratic, a local estimate that "
+            f"can be many times too small.{blind} Keep probes and answers while the old data is there: "
+            "Memory.of(posterior, model, gaussian_probes(loader), kept_answers(model, loader, likelihood))."
+        )
+
     def ready(self, model: nn.Module) -> Callable[[], float]:
         """The gauge; made before the first step, so that what does not fit is said then."""
         if self._gauge is None:
@@ -130,7 +142,7 @@ class Budget:
         return found
 
     @torch.no_grad()
-    def finish(self, model: nn.Module, strength: float) -> Spent:
+    def finish(self, model: nn.Module, strength: float, stacklevel: int = 3) -> Spent:
         """Go back toward the old weights, as far as it takes: θ ← μ + s (θ − μ), the largest s inside the budget."""
         gauge = self._made(model, _LAST_DRAWS, 1)  # other probes than those the strength was steered by
         posterior = as_posterior(self.memory)
@@ -163,7 +175,7 @@ class Budget:
                 warnings.warn(
                     f"to stay within {self.limit:g} nats the model went back {100 * (1 - low):.0f} % of its way: look "
                     "whether it still knows the new task. More of it is learned with a larger budget, a hold by "
-                    "answers (holdfast.distill), or more and smaller steps.", HoldfastWarning, stacklevel=4,
+                    "answers (holdfast.distill), or more and smaller steps.", HoldfastWarning, stacklevel=stacklevel,
                 )  # fmt: skip
         self.finished = Spent(self.limit, self.spent, strength, before * kept, self.by)
         return self.finished
