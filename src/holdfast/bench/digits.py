@@ -10,6 +10,7 @@ from .measures import Run
 from .protocols import PROTOCOLS, Protocol
 
 STRENGTHS = (1.0, 10.0, 100.0, 1000.0)
+CHOSEN_ON = 3  # tasks
 
 
 @dataclass(frozen=True)
@@ -26,16 +27,21 @@ class Digits:
         return PROTOCOLS["digits"].changed(tasks=self.tasks, epochs=self.epochs)
 
     @property
+    def _few(self) -> Protocol:
+        """The first tasks, on which a strength is chosen."""
+        return self.protocol.changed(tasks=min(CHOSEN_ON, self.tasks))
+
+    @property
     def rounds(self) -> int:
         """How many stages are learned in all, for a progress bar."""
         return (
-            len(STRENGTHS) * self.tasks + (8 * self.tasks + 1) * self.seeds
+            len(STRENGTHS) * self._few.tasks + (8 * self.tasks + 1) * self.seeds
         )  # one method less where strength 1 is chosen
 
     def run(self, progress: Callable[[str], None] = lambda learned: None) -> tuple[float, list[Run]]:
         """The strength chosen for the diagonal on validation data, and all runs. `progress` is told of each stage."""
         seeds = range(self.seeds)
-        tried = [Job(self.protocol, "ewc", 0, each, validating=True) for each in STRENGTHS]
+        tried = [Job(self._few, "ewc", 0, each, validating=True) for each in STRENGTHS]
         strength = chosen({job: self._made("choosing", job, progress) for job in tried}, lambda job: True)
         compared = {
             "fine-tuning": ("fine-tuning", 1.0),
