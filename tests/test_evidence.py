@@ -87,3 +87,12 @@ def test_what_has_no_evidence():
             holdfast.evidence(holdfast.consolidate(before, model, fisher), before, nll)
     with pytest.raises(holdfast.ArgumentError, match="not made from this prior"):
         holdfast.evidence(holdfast.consolidate(before, model, fisher), holdfast.prior(model, precision=2.0), 1.0)
+
+
+def test_a_softened_fisher_gives_no_evidence():
+    model = nn.Linear(4, 3)
+    before = holdfast.prior(model, precision=1.0, mean=0.0)
+    batches = [(torch.randn(20, 4), torch.arange(20) % 3)]
+    after = holdfast.consolidate(before, model, holdfast.dense_fisher(model, batches, holdfast.softened()))
+    with pytest.raises(holdfast.ArgumentError, match="softened Fisher"):
+        holdfast.evidence(after, before, 10.0)

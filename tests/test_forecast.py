@@ -44,6 +44,15 @@ def loss(model, x, y):
         return float(F.cross_entropy(model(x), y))
 
 
+def remembered(model, x, y, likelihood):
+    """A memory of a diagonal Fisher, probes and answers."""
+    fisher = holdfast.diagonal_fisher(model, [(x, y)], likelihood)
+    return holdfast.Memory.of(
+        holdfast.consolidate(holdfast.prior(model), model, fisher), model, holdfast.gaussian_probes([x]),
+        holdfast.kept_answers(model, [(x, y)], likelihood),
+    )  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def scene():
     x, y = clouds()
@@ -150,12 +159,7 @@ class TestForecast:
             optimizer.zero_grad()
             likelihood.nll(model(x), y).mean().backward()
             optimizer.step()
-        posterior = holdfast.consolidate(
-            holdfast.prior(model), model, holdfast.diagonal_fisher(model, [(x, y)], likelihood)
-        )
-        answers = holdfast.kept_answers(model, [(x, y)], likelihood)
-        memory = holdfast.Memory.of(posterior, model, holdfast.gaussian_probes([x]), answers)
-        other = copy.deepcopy(model)
+        memory, other = remembered(model, x, y, likelihood), copy.deepcopy(model)
         with torch.no_grad():
             other.weight += 0.4
             rise = float((likelihood.nll(other(x), y) - likelihood.nll(model(x), y)).mean())
@@ -166,12 +170,7 @@ class TestForecast:
         model = nn.Sequential(nn.Linear(4, 1), nn.Flatten(0))
         x, likelihood = torch.randn(500, 4), holdfast.gaussian(0.5)
         y = model(x).detach() + 0.5 * torch.randn(500)
-        posterior = holdfast.consolidate(
-            holdfast.prior(model), model, holdfast.diagonal_fisher(model, [(x, y)], likelihood)
-        )
-        answers = holdfast.kept_answers(model, [(x, y)], likelihood)
-        memory = holdfast.Memory.of(posterior, model, holdfast.gaussian_probes([x]), answers)
-        other = copy.deepcopy(model)
+        memory, other = remembered(model, x, y, likelihood), copy.deepcopy(model)
         with torch.no_grad():
             other[0].weight += 0.3
             rise = float((likelihood.nll(other(x), y) - likelihood.nll(model(x), y)).mean())
@@ -580,3 +579,11 @@ class TestGrownAndStale:
         assert any("Only 20" in doubt for doubt in holdfast.forecast(model, few).doubts)
         thinned = holdfast.consolidate(memory, model, fisher, decay=0.5)
         assert thinned.answers.num_data == pytest.approx(750)
+
+
+def test_of_a_softened_fisher_the_quadratic_is_said_to_overstate(scene):
+    model, memory, x, y = scene
+    fisher = holdfast.kronecker_fisher(model, [(x, y)], holdfast.softened())
+    posterior = holdfast.consolidate(holdfast.prior(model), model, fisher)
+    assert any("overstates" in each for each in holdfast.forecast(model, posterior).doubts)
+    assert not any("overstates" in each for each in holdfast.forecast(model, memory).doubts)

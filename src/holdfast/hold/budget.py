@@ -80,7 +80,7 @@ class Budget:
         if self._by_probes:
             return ""
         counted = [name for name, buffer in buffers(unwrapped(model)).items() if buffer.is_floating_point()]
-        blind = f" It does not see {some(counted)} change at all." if counted else ""
+        blind = f" It does not see {some(counted)} change." if counted else ""
         return (
             f"{missing(self.memory)}, so what is spent of this budget is told by the quadratic, a local estimate that "
             f"can be many times too small.{blind} Keep probes and answers while the old data is there: "
@@ -142,7 +142,7 @@ class Budget:
         return found
 
     @torch.no_grad()
-    def finish(self, model: nn.Module, strength: float, stacklevel: int = 3) -> Spent:
+    def finish(self, model: nn.Module, strength: float, stacklevel: int) -> Spent:
         """Go back toward the old weights, as far as it takes: θ ← μ + s (θ − μ), the largest s inside the budget."""
         gauge = self._made(model, _LAST_DRAWS, 1)  # other probes than those the strength was steered by
         posterior = as_posterior(self.memory)

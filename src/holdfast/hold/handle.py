@@ -99,7 +99,7 @@ class Handle:
         """Bring the model inside its budget, and say what was spent: before the last save. Training is over then."""
         if self._budget is None:
             raise ArgumentError("there is no budget to finish: hold(..., budget=0.05) sets one.")
-        return self._finish(stacklevel=5)
+        return self._budget.finish(self._model, self.strength, stacklevel=4)
 
     @property
     def spent(self) -> Spent | None:
@@ -108,17 +108,13 @@ class Handle:
 
     def remove(self) -> None:
         """Let go, inside the budget if there is one. Raises if an optimizer with something to hold made no step."""
-        self._remove(stacklevel=6)
+        self._remove()
 
-    def _finish(self, stacklevel: int) -> Spent:
-        assert self._budget is not None
-        return self._budget.finish(self._model, self.strength, stacklevel)
-
-    def _remove(self, stacklevel: int) -> None:
+    def _remove(self) -> None:
         attached = bool(self._hooks)
         self._detach()
         if attached and self._budget is not None and self._budget.finished is None and self.steps:
-            self._finish(stacklevel)
+            self._budget.finish(self._model, self.strength, stacklevel=5)
         ids = {id(parameter) for parameter in self._held.values() if parameter.requires_grad}
         for optimizer in self._optimizers if attached else []:
             if not self._steps[id(optimizer)] and any(id(parameter) in ids for parameter in parameters(optimizer)):
@@ -143,7 +139,7 @@ class Handle:
                     "used.", HoldfastWarning, stacklevel=2,
                 )  # fmt: skip
         else:
-            self._remove(stacklevel=6)
+            self._remove()
 
     def _attach(self) -> None:
         for optimizer in self._optimizers:

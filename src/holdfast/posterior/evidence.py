@@ -32,6 +32,11 @@ def evidence(posterior: Posterior | Memory, before: Posterior | Memory, nll: flo
             "a flat prior has no density, and no evidence: ℓ₂ = 0. Start from holdfast.prior(model, precision=...), "
             "a positive number of it."
         )
+    if any(source.softened for source in after.precision.sources):
+        raise ArgumentError(
+            "this posterior has a softened Fisher, which is to hold by and of no likelihood that the data has: take it "
+            "with holdfast.categorical for evidence."
+        )
     # log p(D) = log p(D|θ) + log p(θ) − log p(θ|D), at θ = μ
     return -float(nll) + float(known.log_prob(after.mean)) - float(after.log_prob(after.mean))
 

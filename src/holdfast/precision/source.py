@@ -30,6 +30,11 @@ class Source:
         """How many units it stands for."""
         return self.size * self.factor
 
+    @property
+    def softened(self) -> bool:
+        """Whether it is of answers softer than the model's: to hold by, and not a curvature of its loss."""
+        return self.likelihood.startswith("categorical(temperature=")
+
     def __str__(self) -> str:
         return f"{self.likelihood}, {self.num_data:g} {self.unit}s" if self.unit else self.likelihood
 

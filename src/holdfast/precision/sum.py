@@ -144,10 +144,9 @@ class Sum(Precision):
         return self._with(Kronecker.rotated)
 
     def _with(self, change: Callable[[Kronecker], Precision]) -> Precision:
-        terms = [change(term) if isinstance(term, Kronecker) else term for term in self.terms]
-        if terms == list(self.terms):
+        if not any(isinstance(term, Kronecker) for term in self.terms):
             raise ArgumentError("there are no Kronecker factors in this sum: use kronecker_fisher.")
-        return Sum(tuple(terms), self.sources)
+        return Sum(tuple(change(term) if isinstance(term, Kronecker) else term for term in self.terms), self.sources)
 
     def structure(self) -> dict[str, Any]:
         return {"terms": [described(term) for term in self.terms]}
