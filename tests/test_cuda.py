@@ -13,6 +13,15 @@ from holdfast.bench.training import Trainer
 from holdfast.identity import fingerprint
 from holdfast.kernels import block_sums, sums_in_one_pass
 from holdfast.kernels.blocks import plain_block_sums
+from holdfast.kernels.natural import (
+    Natural,
+    bend_,
+    natural_step_,
+    plain_bend_,
+    plain_natural_step_,
+    plain_shake_,
+    shake_,
+)
 from holdfast.likelihood.base import draw_class
 from oracles import flat, relative_errors, squares_loop
 
@@ -246,3 +255,93 @@ def test_drawing_from_a_large_vocabulary_reads_it_once_and_draws_the_same(classe
     apart = (drawn != draw_class(logits.double(), heights)).sum()  # in float64 by the plain way
     assert apart <= 1
     assert not logits.gather(1, drawn.unsqueeze(-1)).isinf().any()
+
+
+NATURAL = Natural(lr=0.05, momentum=0.9, memory=0.99, correction=0.3, radius=0.4)
+
+
+def natural_roles(count: int, seed: int = 0, device: str = "cuda") -> list[list[torch.Tensor]]:
+    """Lists of tensors of odd sizes, all positive from the third on, as curvatures and priors are."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(3,), (70, 65), (5000,), (1,), (33, 2, 3)]
+    kinds = [torch.randn if role < 2 else lambda *a, **k: torch.rand(*a, **k) + 0.1 for role in range(count)]
+    return [[kind(shape, generator=generator).to(device) for shape in shapes] for kind in kinds]
+
+
+def test_natural_gradient_steps_in_one_launch_are_those_of_one_operation_after_another():
+    fast, slow = natural_roles(7), natural_roles(7)
+    natural_step_(fast, NATURAL)
+    plain_natural_step_(slow, NATURAL)
+    torch.testing.assert_close(fast, slow, rtol=1e-5, atol=1e-6)
+    fast, slow = natural_roles(6), natural_roles(6)
+    bend_(*fast, 1000.0)
+    plain_bend_(*slow, 1000.0)
+    torch.testing.assert_close(fast, slow, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(fast[0], natural_roles(6)[1], rtol=0, atol=0)  # at the means, to the last bit
+
+
+def test_noise_drawn_in_the_kernel_is_normal_its_mirror_image_and_another_at_another_seed():
+    def drawn(seed: int, sign: float = 1.0) -> torch.Tensor:
+        """ε from what a kernel made of it, checked against the plain form."""
+        params, means, curvatures, priors = natural_roles(4)
+        before = [each.clone() for each in params]
+        shake_(params, means, curvatures, priors, 50.0, seed, sign)
+        torch.testing.assert_close(means, before, rtol=0, atol=0)
+        noise = [(p - m) * (50 * (h + s)).sqrt() for p, m, h, s in zip(params, means, curvatures, priors, strict=True)]
+        again, kept = [each.clone() for each in before], [torch.zeros_like(each) for each in before]
+        plain_shake_(again, kept, curvatures, priors, 50.0, [each.clone() for each in noise])
+        torch.testing.assert_close(again, params, rtol=1e-5, atol=1e-5)
+        return torch.cat([each.flatten() for each in noise]).double()
+
+    one, other, mirror = drawn(1), drawn(2), drawn(1, -1.0)
+    assert abs(float(one.mean())) < 0.04
+    assert float(one.std()) == pytest.approx(1, abs=0.03)
+    assert float((one**4).mean()) == pytest.approx(3, abs=0.4)
+    torch.testing.assert_close(one, -mirror, rtol=1e-3, atol=1e-3)
+    assert abs(float((one * other).mean())) < 0.05
+    assert abs(float((one[1:] * one[:-1]).mean())) < 0.05
+
+
+def test_the_variational_optimizer_and_the_mean_field_learn_on_a_gpu():
+    torch.manual_seed(0)
+    x = torch.randn(300, 6)
+    y = (x @ torch.randn(6, 3)).argmax(1)
+    accuracies = []
+    for device in ("cpu", "cuda"):
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(6, 20), nn.ReLU(), nn.Linear(20, 3)).to(device)
+        prior = holdfast.prior(model, 1.0, mean=0.0)
+        optimizer = holdfast.IVON(model, prior, holdfast.categorical, num_data=300, lr=0.03, start=0.03)
+        for _ in range(300):
+            optimizer.zero_grad()
+            with optimizer.sampled():
+                nn.functional.cross_entropy(model(x.to(device)), y.to(device)).backward()
+            optimizer.step()
+        posterior = optimizer.posterior()
+        q = holdfast.mean_field(model, posterior, holdfast.categorical, num_data=300)
+        descent = torch.optim.Adam(q.parameters(), lr=1e-3)
+        for _ in range(3):
+            descent.zero_grad()
+            q((x, y)).backward()
+            descent.step()
+        assert q.posterior().precision.entries["0.weight"].device.type == device
+        accuracies.append(float((model(x.to(device)).argmax(1).cpu() == y).float().mean()))
+    assert min(accuracies) > 0.9
+
+
+@pytest.mark.parametrize("method", ["si", "mas", "ivon", "mean-field"])
+def test_methods_of_the_bench_learn_on_a_gpu_as_on_the_cpu(method):
+    """A path recorded inside a CUDA graph is the one that was walked."""
+    protocol = PROTOCOLS["digits-task"].changed(tasks=2, epochs=2)
+    found = []
+    for device in ("cpu", "cuda"):
+        tasks = protocol.sequence(0, device=device)
+        torch.manual_seed(0)
+        model = protocol.model(tasks).to(device)
+        trainer, way = Trainer(protocol.training), METHODS[method].make(1.0)
+        for task in tasks:
+            way.learn(model, task, trainer)
+            way.remember(model, task, trainer)
+        found.append(torch.cat([each.flatten().cpu() for each in way.kept]))
+    apart = float((found[0] - found[1]).norm() / found[0].norm())
+    assert apart < (0.02 if method in ("si", "mas") else 0.5)

@@ -467,7 +467,7 @@ class TestDensity:
         with pytest.raises(holdfast.MismatchError, match="says nothing about"):
             holdfast.prior(model).log_prob(model)
         dead = holdfast.Posterior({"w": torch.zeros(3)}, holdfast.Diagonal({"w": torch.tensor([1.0, 0.0, 2.0])}))
-        with pytest.raises(holdfast.SingularError, match=r"1 entries of `w`"):
+        with pytest.raises(holdfast.SingularError, match=r"1 entry of `w`"):
             dead.log_prob({"w": torch.ones(3)})
 
     def test_samples_scatter_around_the_mean(self):

@@ -3,6 +3,7 @@
 from .curvature import (
     Coverage,
     Estimate,
+    RecordedPath,
     batch_sum_fisher,
     coverage,
     dense_fisher,
@@ -12,6 +13,8 @@ from .curvature import (
     kronecker_fisher,
     lowrank_fisher,
     mixed_fisher,
+    recorded_path,
+    sensitivity,
 )
 from .diagnose import Diagnosis, diagnose
 from .distill import Distillation, distill, distillation_loss, new_inputs, own_text
@@ -26,6 +29,7 @@ from .errors import (
     MemoryFileError,
     MismatchError,
     SingularError,
+    VarianceError,
 )
 from .forecast import ByProbes, Forecast, forecast, kept_answers
 from .head import LinearHead, RandomFeatures, linear_head, random_features
@@ -45,16 +49,21 @@ from .posterior import (
     restore_,
 )
 from .precision import Dense, Diagonal, Kronecker, LowRank, Precision, Rotated, SignedDiagonal, Source, Sum
+from .predictive import Calibration, Predictive, auroc, calibration, predictive
 from .probes import Answers, GaussianProbes, KeptInputs, Probes, gaussian_probes, kept_inputs
+from .pruning import density_at_zero, pruned_, signal_to_noise
 from .storage import inspect, load, save
+from .variational import IVON, MeanField, divergence, mean_field
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "IVON",
     "Answers",
     "ArgumentError",
     "BudgetError",
     "ByProbes",
+    "Calibration",
     "CheckError",
     "Coverage",
     "DataError",
@@ -74,14 +83,17 @@ __all__ = [
     "Likelihood",
     "LinearHead",
     "LowRank",
+    "MeanField",
     "Memory",
     "MemoryFileError",
     "MismatchError",
     "Posterior",
     "Precision",
+    "Predictive",
     "Probes",
     "Quadratic",
     "RandomFeatures",
+    "RecordedPath",
     "Rotated",
     "SignedDiagonal",
     "SingularError",
@@ -89,19 +101,24 @@ __all__ = [
     "Spent",
     "Sum",
     "Term",
+    "VarianceError",
+    "auroc",
     "batch_sum_fisher",
     "bernoulli",
+    "calibration",
     "categorical",
     "consolidate",
     "consolidate_",
     "coverage",
     "custom",
     "dense_fisher",
+    "density_at_zero",
     "diagnose",
     "diagonal_fisher",
     "diagonal_hessian",
     "distill",
     "distillation_loss",
+    "divergence",
     "evidence",
     "forecast",
     "gaussian",
@@ -115,18 +132,24 @@ __all__ = [
     "linear_head",
     "load",
     "lowrank_fisher",
+    "mean_field",
     "merge",
     "mixed_fisher",
     "new_inputs",
     "own_text",
     "penalty",
     "penalty_gradient",
+    "predictive",
     "prior",
     "prior_precision",
+    "pruned_",
     "random_features",
     "recalled",
+    "recorded_path",
     "restore_",
     "save",
+    "sensitivity",
+    "signal_to_noise",
     "softened",
     "tokens",
 ]

@@ -32,6 +32,10 @@ class BudgetError(HoldfastError, RuntimeError):
     """A budget that cannot be kept together with any learning."""
 
 
+class VarianceError(HoldfastError, ArithmeticError):
+    """Deviations of a variational posterior that collapsed or exploded."""
+
+
 class CheckError(HoldfastError, RuntimeError):
     """A fast path and the plain one disagree: nothing is returned rather than something wrong."""
 

@@ -3,24 +3,19 @@
 The processes run this file as a script, all their scenarios one after another; the tests look at what they saved.
 """
 
-import os
 import re
-import signal
-import subprocess
 import sys
-import time
-import traceback
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import holdfast
 from cases import CASES, Case
 from oracles import fisher_loop, flat, flat_gradient
+from processes import gathered, main
 
 SIZES = {0: (4, 2, 4), 1: (3, 3, 1)}  # examples in the batches of each rank: batches that differ, as many of them
 CASE = CASES[0]
@@ -274,66 +269,12 @@ SCENARIOS = {
 }
 
 
-def work(rank: int, world: int, folder: Path) -> None:
-    """One process: all the scenarios of a world of this size."""
-    signal.alarm(90)  # whoever hangs is ended
-    torch.set_num_threads(1)
-    store = f"file://{folder}/store{world}"
-    distributed.init_process_group(
-        "gloo", init_method=store, rank=rank, world_size=world, timeout=timedelta(seconds=30)
-    )
-    torch.save({scenario.__name__: scenario(rank) for scenario in SCENARIOS[world]}, folder / f"{rank}of{world}.pt")
-    distributed.barrier()
-
-
-def main(folder: Path) -> None:
-    """Fork the processes, so that what they import is imported once."""
-    import torch._dynamo
-    import torch.distributed.fsdp
-    import torch.distributed.tensor.parallel  # noqa: F401
-
-    for world in SCENARIOS:
-        for rank in range(world):
-            if os.fork() == 0:
-                try:
-                    work(rank, world, folder)
-                except BaseException:
-                    traceback.print_exc()
-                sys.stderr.flush()
-                os._exit(0)  # gloo's threads may abort an interpreter that goes down
-        for _ in range(world):
-            os.wait()
-
-
 # What they must have found.
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory) -> dict:
-    """What every rank found, by scenario. Run once, by whichever of pytest's workers comes first."""
-    base = tmp_path_factory.getbasetemp()
-    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "sharded"
-    try:
-        folder.mkdir()
-    except FileExistsError:
-        while not (folder / "done").exists():
-            time.sleep(0.1)
-    else:
-        paths = [str(Path(holdfast.__file__).parents[1]), str(Path(__file__).parents[1])]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, __file__, str(folder)]
-        try:
-            with (folder / "log").open("w") as log:
-                subprocess.run(command, env=environment, stdout=log, stderr=log, check=False)
-        finally:
-            (folder / "done").touch()
-    results = {}
-    for world, scenarios in SCENARIOS.items():
-        files = [folder / f"{rank}of{world}.pt" for rank in range(world)]
-        assert all(file.exists() for file in files), (folder / "log").read_text()
-        saved = [torch.load(file, weights_only=False) for file in files]
-        results.update({s.__name__: [each[s.__name__] for each in saved] for s in scenarios})
-    return results
+    return gathered(tmp_path_factory, __file__, SCENARIOS)
 
 
 def by_hand(model: nn.Module, steps: list[list[tuple[Tensor, Tensor, Tensor]]]) -> Tensor:
@@ -492,4 +433,4 @@ def test_tensor_parallel_ranks_that_differ_are_refused(found):
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), SCENARIOS)

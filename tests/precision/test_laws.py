@@ -143,7 +143,7 @@ def test_zero_directions_are_refused_by_name_and_left_alone_by_solve():
     assert solution["b"].tolist() == [0.0, 0.5, 0.0]
     flat_direction = Dense({"b": torch.Size([3])}, torch.ones(3, 3, dtype=torch.float64))
     for method in (flat_direction.logdet, flat_direction.sample):
-        with pytest.raises(SingularError, match="2 of 3 directions"):
+        with pytest.raises(SingularError, match="2 of the 3 directions of `b`"):
             method()
     found = flat_direction.solve({"b": torch.ones(3, dtype=torch.float64)})["b"]
     torch.testing.assert_close(found, torch.full((3,), 1 / 3, dtype=torch.float64))

@@ -17,6 +17,7 @@ from .methods import (
     FineTuning,
     Held,
     Method,
+    Recorded,
     batched,
     decayed,
     diagonal,
@@ -26,10 +27,12 @@ from .methods import (
     lowrank,
     nearest,
     per_task,
+    sensitive,
     uniform,
 )
 from .projection import Projected
 from .protocols import Protocol
+from .variational import IvonChain, MeanFieldChain
 
 Value = TypeVar("Value")
 
@@ -79,6 +82,12 @@ METHODS: dict[str, Entry] = {
     "ewc-observed": Entry(lambda s: Held(diagonal("observed"), strength=s), "EWC, the data's labels"),
     "ewc-batched": Entry(lambda s: Held(batched(), strength=s), "EWC as often coded: squares of batch gradients"),
     "ewc-hessian": Entry(lambda s: Held(hessian(), strength=s), "F′: the Hessian's diagonal, negatives at zero"),
+    "si": Entry(lambda s: Recorded(s), "synaptic intelligence: Λ from the path that training took"),
+    "mas": Entry(
+        lambda s: Held(sensitive, strength=s), "memory-aware synapses: no labels; its scale is its own", fits=_of_images
+    ),
+    "mean-field": Entry(lambda s: MeanFieldChain(), "variational: a mean and a deviation for every weight", False),
+    "ivon": Entry(lambda s: IvonChain(), "variational, by natural gradients (IVON)", False),
     "low-rank-32": Entry(lambda s: Held(lowrank(32), strength=s), "the diagonal and 32 directions"),
     "kronecker": Entry(lambda s: Held(kronecker(), strength=s), "Kronecker factors, merged: constant memory"),
     "kronecker-sum": Entry(lambda s: Held(kronecker(), every_term, s), "Kronecker factors, a term for every task"),

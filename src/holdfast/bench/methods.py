@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from ..curvature import diagonal_fisher, hutchinson_hessian, kronecker_fisher, lowrank_fisher
+from ..curvature import (
+    RecordedPath,
+    diagonal_fisher,
+    hutchinson_hessian,
+    kronecker_fisher,
+    lowrank_fisher,
+    recorded_path,
+    sensitivity,
+)
 from ..curvature.scores import Targets
 from ..errors import ArgumentError
 from ..hold import hold
@@ -92,6 +102,46 @@ class Held:
     def kept(self) -> list[Tensor]:
         known = self.posterior
         return [] if known is None else [*known.mean.values(), *known.precision.tensors.values()]
+
+
+@dataclass
+class Recorded:
+    """Synaptic intelligence (Zenke 2017): hold to what was known, with Λ from the path that training took."""
+
+    strength: float = 1.0
+    posterior: Posterior | None = None
+    path: RecordedPath | None = None
+
+    def learn(self, model: nn.Module, task: Task, trainer: Trainer) -> None:
+        training, posterior = trainer.training, self.posterior
+
+        @contextmanager
+        def attached(optimizer: Optimizer) -> Iterator[None]:
+            held = nullcontext() if posterior is None else hold(
+                optimizer, model, posterior, num_data=training.count(task.train), strength=self.strength,
+                unit=training.unit,
+            )  # fmt: skip
+            with held, recorded_path(optimizer, model) as self.path:
+                yield
+
+        trainer.fit(model, task, attached)
+
+    def remember(self, model: nn.Module, task: Task, trainer: Trainer) -> None:
+        if self.path is None:
+            raise ArgumentError("nothing was learned, so there is no path to remember.")
+        training = trainer.training
+        found = self.path.precision(num_data=training.count(task.train), unit=training.unit)
+        self.posterior, self.path = consolidate(self.posterior or prior(model), model, found), None
+
+    @property
+    def kept(self) -> list[Tensor]:
+        known = self.posterior
+        return [] if known is None else [*known.mean.values(), *known.precision.tensors.values()]
+
+
+def sensitive(model: nn.Module, task: Task, trainer: Trainer) -> Precision:
+    """Memory-aware synapses (Aljundi 2018): how much the outputs' length depends on each weight."""
+    return sensitivity(model, Batches(model, task, trainer), forward=task.forward)
 
 
 def decayed(decay: float) -> Update:

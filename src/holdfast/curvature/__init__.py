@@ -11,7 +11,9 @@ from .hessian import diagonal_hessian, hutchinson_hessian
 from .kronecker import kronecker_fisher
 from .lowrank import lowrank_fisher
 from .mixed import mixed_fisher
+from .path import RecordedPath, recorded_path
 from .rules import RULES, rule
+from .sensitivity import sensitivity
 
 __all__ = [
     "RULES",
@@ -21,6 +23,7 @@ __all__ = [
     "Form",
     "Lookup",
     "Products",
+    "RecordedPath",
     "Rows",
     "batch_sum_fisher",
     "coverage",
@@ -31,5 +34,7 @@ __all__ = [
     "kronecker_fisher",
     "lowrank_fisher",
     "mixed_fisher",
+    "recorded_path",
     "rule",
+    "sensitivity",
 ]

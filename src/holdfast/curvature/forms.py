@@ -128,6 +128,11 @@ class Lookup(Form):
         )
 
     def add_squares_(self, total: Tensor, limit: Limit, name: str = "a parameter") -> None:
+        rows, sums = self.summed(total.dtype)
+        total.index_add_(0, rows, sums.square_())
+
+    def summed(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Rows of the table, and what an example's gradient has there: (bins,) and (bins, width)."""
         # A row used twice by an example has its gradients summed first: one bin per example and row that occurs. There
         # are as many as there could be, some left empty: to count them would wait for a GPU.
         batch, positions = self.indices.shape
@@ -135,10 +140,10 @@ class Lookup(Form):
         ordered, order = bins.flatten().sort()
         steps = torch.diff(ordered, prepend=ordered[:1]) != 0
         places = torch.empty_like(order).scatter_(0, order, steps.cumsum(0))
-        sums = total.new_zeros(batch * positions, self.shape[1])
-        sums.index_add_(0, places, self.values.reshape(batch * positions, self.shape[1]).to(total.dtype))
+        sums = self.values.new_zeros(batch * positions, self.shape[1], dtype=dtype)
+        sums.index_add_(0, places, self.values.reshape(batch * positions, self.shape[1]).to(dtype))
         rows = torch.zeros_like(order).scatter_(0, places, self.indices.flatten().long())
-        total.index_add_(0, rows, sums.square_())
+        return rows, sums
 
 
 @dataclass(frozen=True)

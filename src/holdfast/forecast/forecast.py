@@ -160,8 +160,7 @@ def _doubts(known: Posterior, new: list[str], found: ByProbes | None) -> tuple[s
         )
     if free:
         said.append(f"The memory says nothing about {some(free)}: the quadratic does not see them move.")
-    if any(source.softened for source in known.precision.sources):
-        said.append("The Fisher is of softened answers, which holds more: the quadratic overstates the rise.")
+    said += dict.fromkeys(source.doubt for source in known.precision.sources if source.doubt)
     if found is None:
         said.append("The quadratic alone ranks checkpoints; how much is lost may be many times what it says.")
     elif found.moved > FAR:

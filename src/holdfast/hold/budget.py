@@ -65,6 +65,11 @@ class Budget:
             raise ArgumentError(
                 f"nothing tells what is spent of a budget: {missing(self.memory)}, and the posterior is a prior alone."
             )
+        if not self._by_probes and not all(source.in_nats for source in as_posterior(self.memory).sources):
+            raise ArgumentError(
+                "a budget is in nats, and this precision is a sensitivity (MAS), which is not, and "
+                f"{missing(self.memory)}. Keep probes and answers in the memory, or give a strength instead."
+            )
 
     @property
     def by(self) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 
 import torch
@@ -10,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_BLOCK = 4096
+from .triton_tensors import BLOCK, DTYPES, blocks, pointers
 
 
 @triton.jit
@@ -45,31 +44,13 @@ def pull(
 ) -> Tensor:
     """Add scale · entries ∘ (params − means) to the gradients; returns ½ Σ entries (params − means)²."""
     device = grads[0].device
-    sizes, owners, starts = _blocks(tuple(grad.numel() for grad in grads), device)
-    pointers = _pointers(tuple(t.data_ptr() for role in (grads, params, means, entries) for t in role), device)
+    sizes, owners, starts = blocks(tuple(grad.numel() for grad in grads), device)
+    table = pointers(grads, params, means, entries)
     partial = torch.empty(len(owners), dtype=torch.float32, device=device)
     scaled = isinstance(scale, Tensor)
     with torch.cuda.device(device):
         _kernel[(len(owners),)](
-            pointers, sizes, owners, starts, partial, scale if scaled else partial, 1.0 if scaled else scale,
-            len(grads), DTYPE=_DTYPES[grads[0].dtype], SCALED=scaled, BLOCK=_BLOCK, num_warps=8,
+            table, sizes, owners, starts, partial, scale if scaled else partial, 1.0 if scaled else scale,
+            len(grads), DTYPE=DTYPES[grads[0].dtype], SCALED=scaled, BLOCK=BLOCK, num_warps=8,
         )  # fmt: skip
     return partial.sum()
-
-
-_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-
-
-@functools.lru_cache(maxsize=8)
-def _blocks(sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Which tensor each block belongs to, and where in it it starts."""
-    counts = torch.tensor([(size + _BLOCK - 1) // _BLOCK for size in sizes])
-    owners = torch.repeat_interleave(torch.arange(len(sizes)), counts)
-    first = counts.cumsum(0) - counts
-    starts = (torch.arange(len(owners)) - first[owners]) * _BLOCK
-    return torch.tensor(sizes, device=device), owners.to(device), starts.to(device)
-
-
-@functools.lru_cache(maxsize=8)
-def _pointers(addresses: tuple[int, ...], device: torch.device) -> Tensor:
-    return torch.tensor(addresses, dtype=torch.int64).to(device, non_blocking=True)

@@ -32,11 +32,12 @@ def evidence(posterior: Posterior | Memory, before: Posterior | Memory, nll: flo
             "a flat prior has no density, and no evidence: ℓ₂ = 0. Start from holdfast.prior(model, precision=...), "
             "a positive number of it."
         )
-    if any(source.softened for source in after.precision.sources):
-        raise ArgumentError(
-            "this posterior has a softened Fisher, which is to hold by and of no likelihood that the data has: take it "
-            "with holdfast.categorical for evidence."
-        )
+    for source in after.precision.sources:
+        if source.doubt or source.targets.startswith("variational"):
+            raise ArgumentError(
+                "evidence needs the curvature of the data's own loss at the mean, and this posterior is of "
+                f"{source.likelihood}, {source.targets}. Take a Fisher at these weights, of the data's likelihood."
+            )
     # log p(D) = log p(D|θ) + log p(θ) − log p(θ|D), at θ = μ
     return -float(nll) + float(known.log_prob(after.mean)) - float(after.log_prob(after.mean))
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
+from ..elsewhere import run_at
 from ..errors import ArgumentError, MismatchError
 from ..identity import fingerprints
 from ..params import all_parameters, buffers, matched, require_shapes, shapes, some, unwrapped
@@ -72,12 +72,11 @@ class Recalled:
     def __call__(self, model: nn.Module, forward: Forward, inputs: Any) -> Any:
         params = matched(model, shapes(self._mean), ties=self._ties)
         self._require_unchanged(model, {id(parameter) for parameter in params.values()})
-        names = {id(parameter): name for name, parameter in model.named_parameters()}
-        values = {names[id(p)]: self._mean[name].to(p.device, p.dtype) for name, p in params.items()}
+        values = {name: self._mean[name].to(p.device, p.dtype) for name, p in params.items()}
         now = dict(model.named_buffers())
-        values |= {name: buffer.to(now[name].device) for name, buffer in self._buffers.items()}
+        buffers = {name: buffer.to(now[name].device) for name, buffer in self._buffers.items()}
         with torch.no_grad(), evaluating(model):
-            return functional_call(_Called(model, forward), {f"model.{k}": v for k, v in values.items()}, (inputs,))
+            return run_at(model, values, lambda run: forward(run, inputs), buffers)
 
     def _require_unchanged(self, model: nn.Module, inside: set[int]) -> None:
         now = {name: p for name, p in all_parameters(model).items() if id(p) not in inside}
@@ -94,18 +93,6 @@ class Recalled:
         if changed:
             raise MismatchError(f"{some(changed)}, outside the posterior, has changed: give teacher=, a frozen copy.")
         self._watched |= {name: (parameter, parameter._version) for name, parameter in touched.items()}
-
-
-class _Called(nn.Module):
-    """A model under a way to call it, as one module."""
-
-    def __init__(self, model: nn.Module, forward: Forward) -> None:
-        super().__init__()
-        self.model, self._forward = model, forward
-        self.training = model.training
-
-    def forward(self, inputs: Any) -> Any:
-        return self._forward(self.model, inputs)
 
 
 def recalled(model: nn.Module, memory: Posterior | Memory, *, forward: Forward | None = None) -> Callable[[Any], Any]:

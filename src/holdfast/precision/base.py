@@ -222,6 +222,11 @@ def require_dense(size: int) -> None:
         )
 
 
+def counted(entries: int, name: str) -> str:
+    """So many entries of a parameter, for an error."""
+    return f"{entries} {'entry' if entries == 1 else 'entries'} of `{name}`"
+
+
 def singular(what: str, where: Iterable[str]) -> SingularError:
     return SingularError(
         f"{what} needs a positive definite precision, but it is zero in {', '.join(where)}. Start from a proper prior, "

@@ -154,7 +154,8 @@ class Dense(Precision):
         self._require_no_negative(values)
         free = int((values <= self._cutoff(values)).sum())
         if free:
-            raise singular(what, [f"{free} of {len(values)} directions"])
+            names = ", ".join(f"`{name}`" for name in list(self.layout)[:6]) + (" …" if len(self.layout) > 6 else "")
+            raise singular(what, [f"{free} of the {len(values)} directions of {names}"])
         return values
 
 

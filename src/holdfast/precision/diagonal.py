@@ -14,6 +14,7 @@ from ..errors import ArgumentError
 from .base import (
     Precision,
     added,
+    counted,
     grown,
     require_dense,
     require_finite,
@@ -134,7 +135,7 @@ class Diagonal(_Entrywise):
     def _require_positive(self, what: str) -> None:
         dead = {name: int(full((entries == 0).sum())) for name, entries in self.entries.items()}
         if any(dead.values()):
-            raise singular(what, (f"{count} entries of `{name}`" for name, count in dead.items() if count))
+            raise singular(what, (counted(count, name) for name, count in dead.items() if count))
 
 
 @dataclass(frozen=True, eq=False, repr=False)

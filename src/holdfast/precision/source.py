@@ -31,9 +31,22 @@ class Source:
         return self.size * self.factor
 
     @property
-    def softened(self) -> bool:
-        """Whether it is of answers softer than the model's: to hold by, and not a curvature of its loss."""
-        return self.likelihood.startswith("categorical(temperature=")
+    def doubt(self) -> str:
+        """Why it is to hold by and no curvature of the data's loss, in nats; nothing where it is one."""
+        if self.likelihood.startswith("categorical(temperature="):
+            return "The Fisher is of softened answers, which holds more: the quadratic overstates the rise."
+        if not self.in_nats:
+            return "The precision is a sensitivity (MAS) and not in nats: the quadratic ranks, and says no more."
+        if self.likelihood == "path integral":
+            return "The precision is a path integral (SI), with its damping and the noise of its steps: it is rough."
+        if self.targets.startswith("variational, IVON"):
+            return "The precision has in it what IVON started from: the quadratic overstates the rise."
+        return ""
+
+    @property
+    def in_nats(self) -> bool:
+        """Whether what it holds by is a loss at all."""
+        return self.likelihood != "sensitivity"
 
     def __str__(self) -> str:
         return f"{self.likelihood}, {self.num_data:g} {self.unit}s" if self.unit else self.likelihood

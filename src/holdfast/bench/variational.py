@@ -1,0 +1,83 @@
+"""Methods that learn a Gaussian over the weights instead of the weights: the last one is the next one's prior."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from torch import Tensor, nn
+from torch.optim import Adam
+
+from ..posterior import Posterior, prior
+from ..variational import IVON, mean_field
+from .tasks import Task
+from .training import Trainer, Way
+
+# The first prior: weights of about 1 around zero, which a network's are.
+_PRECISION = 1.0
+
+
+@dataclass
+class MeanFieldChain:
+    """Variational continual learning by gradient (Nguyen et al. 2018): a mean and a deviation for every weight."""
+
+    samples: int = 1
+    posterior: Posterior | None = None
+
+    def learn(self, model: nn.Module, task: Task, trainer: Trainer) -> None:
+        training = trainer.training
+        before = self.posterior or prior(model, _PRECISION, mean=0.0)
+        q = mean_field(
+            model, before, training.likelihood, num_data=training.count(task.train), samples=self.samples,
+            seed=trainer.seed, forward=task.forward,
+        )  # fmt: skip
+        q.to(next(model.parameters()).device)
+        optimizer = Adam(q.parameters(), lr=training.lr, foreach=True)
+        width = _width(model, task)
+        trainer.fit(
+            model, task, way=Way(optimizer, loss=lambda x, y: q((x, training.targets(y, width))))
+        )  # fmt: skip
+        self.posterior = q.posterior()
+
+    def remember(self, model: nn.Module, task: Task, trainer: Trainer) -> None:
+        pass
+
+    @property
+    def kept(self) -> list[Tensor]:
+        return _kept(self.posterior)
+
+
+@dataclass
+class IvonChain:
+    """Variational continual learning by natural gradients. Its learning rate and its start were set on held-out data
+    of the first protocol, and are the same on all."""
+
+    lr: float = 0.01
+    start: float = 0.03
+    memory: float = 0.999
+    posterior: Posterior | None = None
+
+    def learn(self, model: nn.Module, task: Task, trainer: Trainer) -> None:
+        training = trainer.training
+        before = self.posterior or prior(model, _PRECISION, mean=0.0)
+        optimizer = IVON(
+            model, before, training.likelihood, num_data=training.count(task.train), lr=self.lr, start=self.start,
+            betas=(0.9, self.memory), seed=1000 * trainer.seed + trainer.fits,
+        )  # fmt: skip
+        way = Way(optimizer, within=optimizer.sampled)
+        trainer.fit(model, task, training=replace(training, lr=self.lr), way=way)
+        self.posterior = optimizer.posterior()
+
+    def remember(self, model: nn.Module, task: Task, trainer: Trainer) -> None:
+        pass
+
+    @property
+    def kept(self) -> list[Tensor]:
+        return _kept(self.posterior)
+
+
+def _kept(known: Posterior | None) -> list[Tensor]:
+    return [] if known is None else [*known.mean.values(), *known.precision.tensors.values()]
+
+
+def _width(model: nn.Module, task: Task) -> int:
+    return int(task.logits(model, task.train.first(1).x).shape[-1])

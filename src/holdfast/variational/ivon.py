@@ -1,0 +1,251 @@
+"""Natural-gradient variational learning at about the cost of Adam, with a prior for every weight."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..devices import part
+from ..errors import ArgumentError, InertError, MismatchError, require_number
+from ..kernels.natural import Natural, bend_, natural_step_, shake_
+from ..likelihood import Likelihood
+from ..params import matched, shapes, unwrapped
+from ..posterior import Memory, Posterior, as_posterior
+from .mean_field import fitting
+from .outcome import found_posterior
+from .parts import bundled, gradient, placed, seed_of
+
+
+class IVON(Optimizer):
+    """Learns q(θ) = N(m, (N h + Λ₀)⁻¹): the mean by natural gradients, the curvature h by how gradients bend.
+
+    The update of the improved variational online Newton method (Shen et al. 2024; Lin et al. 2020), around a prior
+    N(μ₀, Λ₀⁻¹) with a mean and a precision for every weight, so that one task's posterior is the next task's prior:
+
+        θ ~ N(m, 1/(N(h + s))),  ĝ = ∇ mean loss at θ,  ĥ = ĝ (θ − m) N (h + s),  s = Λ₀/N
+        g ← β₁g + (1 − β₁)ĝ,  h ← β₂h + (1 − β₂)ĥ + ½(1 − β₂)²(h − ĥ)²/(h + s)
+        m ← m − lr (g/(1 − β₁ᵗ) + s(m − μ₀)) / (h + s)
+
+        optimizer = holdfast.IVON(model, prior, holdfast.categorical, num_data=len(data), lr=...)
+        for x, y in loader:
+            optimizer.zero_grad()
+            with optimizer.sampled():
+                loss(model(x), y).backward()
+            optimizer.step()
+        posterior = optimizer.posterior()
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        prior: Posterior | Memory,
+        likelihood: Likelihood,
+        *,
+        num_data: float,
+        lr: float = 0.01,
+        betas: tuple[float, float] = (0.9, 0.999),
+        start: float = 0.03,
+        radius: float = math.inf,
+        seed: int = 0,
+    ) -> None:
+        if not isinstance(likelihood, Likelihood):
+            raise ArgumentError(f"a likelihood is needed, such as holdfast.categorical, got {likelihood!r}.")
+        count = require_number(num_data, "num_data, the number of examples (or tokens),", positive=True)
+        self._model = unwrapped(model)
+        self._likelihood, self._num_data, self._seed = likelihood, count, seed
+        self._prior = fitting(self._model, as_posterior(prior), likelihood.unit)
+        entries = self._prior.precision.entrywise()
+        if entries is None:
+            raise MismatchError(
+                "IVON's prior has one precision for each weight, and this one is "
+                f"{type(self._prior.precision).__name__}. Train by holdfast.mean_field, which takes every structure."
+            )
+        named = self._params()
+        self._names = {parameter: name for name, parameter in named.items()}
+        self._draws = 0  # since the last step
+        self._inside = False
+        defaults = _checked(lr, betas, start, radius) | {"prior": self._prior.id, "num_data": count, "noise": 0}
+        super().__init__(list(named.values()), defaults)
+        self._priors = {name: placed(entries[name] / count, p) for name, p in named.items()}  # s = Λ₀/N
+        self._centers = {name: placed(self._prior.mean[name], p) for name, p in named.items()}  # μ₀
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Another group of parameters: they must be of the model, and the prior must have them."""
+        super().add_param_group(param_group)
+        for p in self.param_groups[-1]["params"]:
+            if p not in self._names:
+                raise MismatchError("a parameter was added that the prior does not have: make the optimizer anew.")
+            if p.dtype not in (torch.float32, torch.float64):
+                raise ArgumentError(
+                    f"`{self._names[p]}` is {p.dtype}, whose digits cannot show a small deviation. Keep weights in "
+                    "float32, and let torch.autocast compute in half precision."
+                )
+
+    @contextmanager
+    def sampled(self, loss_scale: float | Tensor = 1.0) -> Iterator[None]:
+        """Inside, the weights are a draw from q: run the loss forward and backward there; afterwards they are the mean.
+
+        Used twice within a step, the second draw is the first one's mirror image; a loss is then divided by the number
+        of draws, as in accumulation. A GradScaler's factor is given as `loss_scale=scaler.get_scale()`.
+        """
+        params = self._every()
+        if all(p.grad is None for p in params):
+            self._forget()
+        before = {p: p.grad.clone() for p in params if p.grad is not None}
+        with self._drawn(before, loss_scale):
+            yield
+
+    @contextmanager
+    def _drawn(self, before: dict[nn.Parameter, Tensor], loss_scale: float | Tensor) -> Iterator[None]:
+        if self._inside:
+            raise ArgumentError("sampled() within sampled(): draw once for each backward pass.")
+        bundles = bundled(self._every())
+        self._shake(bundles)
+        self._inside = True
+        back: set[nn.Parameter] = set()
+        try:
+            yield
+            for bundle in bundles:
+                back.update(self._bend(bundle, before, loss_scale))
+            self._draws += 1
+        finally:
+            self._inside = False
+            with torch.no_grad():  # those that no gradient reached, or all of them after an error
+                for p in self._every():
+                    if p not in back:
+                        part(p.data).copy_(part(self.state[p]["mean"]))
+
+    @torch.no_grad()
+    def _shake(self, bundles: list[list[nn.Parameter]]) -> None:
+        mirrored = self._draws % 2 == 1
+        self.param_groups[0]["noise"] += not mirrored
+        for params in bundles:
+            seed = seed_of(params[0], self._seed, self.param_groups[0]["noise"])
+            values, means, curvatures, priors = self._roles(params, "mean", "curvature")
+            shake_(values, means, curvatures, priors, self._num_data, seed, -1.0 if mirrored else 1.0)
+
+    @torch.no_grad()
+    def _bend(
+        self, params: list[nn.Parameter], before: dict[nn.Parameter, Tensor], loss_scale: float | Tensor
+    ) -> list[nn.Parameter]:
+        """Learn how gradients bend; the parameters that this was learned of are at their mean again."""
+        learned = [p for p in params if p.grad is not None]
+        if not learned:
+            return []
+        grads = [gradient(p) - part(before[p]) if p in before else gradient(p) for p in learned]
+        if isinstance(loss_scale, Tensor) or loss_scale != 1:
+            grads = [grad / loss_scale for grad in grads]
+        values, means, curvatures, bends, priors = self._roles(learned, "mean", "curvature", "bend")
+        bend_(values, means, curvatures, priors, grads, bends, self._num_data)
+        return learned
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """A step of the mean and of the curvature, from what was drawn since the last one.
+
+        A closure, which zeroes the gradients and goes backward, is run at a draw of its own.
+        """
+        loss = None
+        if closure is not None:
+            self._forget()
+            with torch.enable_grad(), self._drawn({}, 1.0):
+                loss = closure()
+        if self._inside:
+            raise ArgumentError("step() inside sampled(): leave the `with` block first, and step at the mean.")
+        if not self._draws:
+            raise InertError(
+                "IVON learns from gradients at drawn weights, and nothing was drawn: run the loss forward and backward "
+                "inside `with optimizer.sampled():`, or give step a closure."
+            )
+        for group in self.param_groups:
+            group["steps"] = group.get("steps", 0) + 1
+            momentum, memory = group["betas"]
+            numbers = Natural(
+                float(group["lr"]), momentum, memory, 1 - momentum ** group["steps"], float(group["radius"])
+            )
+            for params in bundled(p for p in group["params"] if p.grad is not None):
+                values, momenta, curvatures, bends, priors = self._roles(params, "momentum", "curvature", "bend")
+                centers = [part(self._centers[self._names[p]]) for p in params]
+                roles = (values, [gradient(p) for p in params], momenta, curvatures, bends, priors, centers)
+                natural_step_(roles, numbers)
+        self._draws = 0
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Gradients are forgotten, and what was learned from them of the curvature."""
+        super().zero_grad(set_to_none)
+        self._forget()
+
+    @property
+    def start_left(self) -> float:
+        """The share β₂ᵗ of the start that is still in h: curvature that no data gave, and that holds all the same."""
+        return max(float(group["betas"][1] ** group.get("steps", 0)) for group in self.param_groups)
+
+    @torch.no_grad()
+    def posterior(self) -> Posterior:
+        """q as the Gaussian that everything else takes: to hold to, to keep, to be the next prior. Λ = N h + Λ₀."""
+        if self._inside:
+            raise ArgumentError("posterior() inside sampled(): the weights are a draw there, and not the mean.")
+        if not any(group.get("steps") for group in self.param_groups):
+            raise InertError("no step was made: there is nothing but the prior.")
+        params = self._params()
+        entries = {
+            name: self._num_data * (self.state[p]["curvature"] + self._priors[name]) for name, p in params.items()
+        }
+        how = f"IVON, start {self.param_groups[0]['start']:g} at {self.start_left:.2g}"
+        return found_posterior(self._model, params, entries, self._prior, self._likelihood, self._num_data, how)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from a saved state, under the same prior and the same `num_data`."""
+        for group in state_dict["param_groups"]:
+            for key, own in (("prior", self._prior.id), ("num_data", self._num_data)):
+                if group.get(key) != own:
+                    raise MismatchError(
+                        f"this state was saved under another {key} ({group.get(key)}, and here {own}), which its "
+                        "curvature is of. Make the optimizer with what it had, or start without its state."
+                    )
+        super().load_state_dict(state_dict)
+        self._draws = 0
+
+    def _params(self) -> dict[str, nn.Parameter]:
+        return matched(self._model, shapes(self._prior.mean), ties=self._prior.ties)
+
+    def _every(self) -> list[nn.Parameter]:
+        """All parameters, each with its state."""
+        found: list[nn.Parameter] = []
+        for group in self.param_groups:
+            for p in group["params"]:
+                found.append(p)
+                if not self.state[p]:
+                    zero = torch.zeros_like(p, requires_grad=False, memory_format=torch.contiguous_format)
+                    self.state[p].update(momentum=zero, bend=zero.clone(), mean=p.detach().clone())
+                    self.state[p]["curvature"] = zero + group["start"]
+        return found
+
+    def _forget(self) -> None:
+        """What was drawn for a step that was not made (a GradScaler's overflow) leaves nothing behind."""
+        if self._draws:
+            torch._foreach_zero_([part(state["bend"]) for state in self.state.values()])
+        self._draws = 0
+
+    def _roles(self, params: list[nn.Parameter], *keys: str) -> list[list[Tensor]]:
+        """What this process has of the parameters, of parts of their state, and of s."""
+        states = [[part(self.state[p][key]) for p in params] for key in keys]
+        return [[part(p.data) for p in params], *states, [part(self._priors[self._names[p]]) for p in params]]
+
+
+def _checked(lr: float, betas: tuple[float, float], start: float, radius: float) -> dict[str, Any]:
+    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+        raise ArgumentError(f"betas are two numbers, 0 or more and less than 1, got {betas!r}.")
+    if not radius > 0:
+        raise ArgumentError(f"radius, the longest step before the learning rate, is more than 0, got {radius!r}.")
+    return {
+        "lr": require_number(lr, "a learning rate"), "betas": tuple(betas), "radius": radius,
+        "start": require_number(start, "start, the curvature to start from,", positive=True),
+    }  # fmt: skip

@@ -1,0 +1,105 @@
+"""The variational optimizer on several processes: replicas go in step, and shards draw noise of their own."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import holdfast
+from processes import gathered, main
+from variational_cases import classes, perceptron
+
+STEPS = 4
+
+
+def trained(model: nn.Module, trains: nn.Module, rows: slice, *, memory: float = 0.95, num_data: float = 16) -> dict:
+    """Some steps on a part of the batch; the posterior, whole, and what this rank drew of the first weight."""
+    optimizer = holdfast.IVON(
+        model, holdfast.prior(model, 1.0, mean=0.0), holdfast.categorical, num_data=num_data, lr=0.05, start=0.5,
+        betas=(0.9, memory),
+    )  # fmt: skip
+    x, y = (each[rows] for each in classes())
+    moves = []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        first = next(model.parameters())
+        before = first.detach().clone()
+        with optimizer.sampled():
+            moves.append(local(first.detach() - before))
+            F.cross_entropy(trains(x), y).backward()
+        optimizer.step()
+    found = optimizer.posterior()
+    return {
+        "mean": {name: whole(each) for name, each in found.mean.items()},
+        "entries": {name: whole(each) for name, each in found.precision.entries.items()},
+        "moves": moves,
+        "id": found.id,
+    }
+
+
+def whole(tensor):
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def local(tensor):
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def ddp(rank: int) -> dict:
+    model = perceptron()
+    return trained(model, nn.parallel.DistributedDataParallel(model), slice(8 * rank, 8 * rank + 8))
+
+
+def sharded(rank: int) -> dict:
+    from torch.distributed.fsdp import fully_shard
+
+    model = perceptron()
+    fully_shard(model[0])
+    fully_shard(model)
+    # So much data that a draw is next to the mean, and so long a memory that the curvature stays: no noise is left.
+    calm = trained(model, model, slice(8 * rank, 8 * rank + 8), memory=1 - 1e-15, num_data=1e20)
+    model = perceptron()
+    fully_shard(model)
+    return {"calm": calm, "drawn": trained(model, model, slice(8 * rank, 8 * rank + 8))}
+
+
+SCENARIOS = {2: [ddp, sharded]}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory) -> dict:
+    return gathered(tmp_path_factory, __file__, SCENARIOS)
+
+
+def test_replicas_are_one_process_with_the_whole_batch(found):
+    model = perceptron()
+    alone = trained(model, model, slice(0, 16))
+    for rank in found["ddp"]:
+        assert rank["id"] == found["ddp"][0]["id"]
+        torch.testing.assert_close(rank["mean"], alone["mean"], atol=1e-9, rtol=1e-9)
+        torch.testing.assert_close(rank["entries"], alone["entries"], atol=1e-9, rtol=1e-9)
+
+
+def test_shards_step_as_one_process_does_where_there_is_no_noise(found):
+    model = perceptron()
+    alone = trained(model, model, slice(0, 16), memory=1 - 1e-15, num_data=1e20)
+    for rank in found["sharded"]:
+        torch.testing.assert_close(rank["calm"]["mean"], alone["mean"], atol=1e-6, rtol=1e-6)
+
+
+def test_shards_draw_noise_of_their_own_and_agree_on_the_posterior(found):
+    one, other = (rank["drawn"] for rank in found["sharded"])
+    torch.testing.assert_close(one["mean"], other["mean"], atol=0, rtol=0)
+    torch.testing.assert_close(one["entries"], other["entries"], atol=0, rtol=0)
+    for ours, theirs in zip(one["moves"], other["moves"], strict=True):
+        assert ours.shape == theirs.shape
+        assert not torch.allclose(ours, theirs)
+        assert float(ours.std()) == pytest.approx(float(theirs.std()), rel=0.8)
+        assert bool(ours.any())
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), SCENARIOS)
