@@ -136,11 +136,11 @@ def mean_field(given: Data, seed: int) -> tuple[nn.Module, holdfast.Posterior]:
 
 
 def ivon(given: Data, seed: int) -> tuple[nn.Module, holdfast.Posterior]:
-    """Natural gradients under the same prior, for as many epochs, with the bench's settings."""
+    """Natural gradients under the same prior, for as many epochs, with the settings it has by itself."""
     model, generator = network(given, seed), torch.Generator().manual_seed(seed)
     optimizer = holdfast.IVON(
         model, holdfast.prior(model, precision=PRIOR, mean=0.0), holdfast.categorical, num_data=len(given.y),
-        lr=0.03, start=0.03, betas=(0.9, 0.999), seed=seed,
+        seed=seed,
     )  # fmt: skip
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, given.epochs)
     for _ in range(given.epochs):
