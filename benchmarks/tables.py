@@ -8,6 +8,7 @@ python benchmarks/tables.py distillation # those of docs/distillation.md
 python benchmarks/tables.py forecast     # those of docs/forecast.md
 python benchmarks/tables.py diagnosis # those of docs/diagnosis.md
 python benchmarks/tables.py strength # that of docs/strength.md
+python benchmarks/tables.py variational # those of docs/variational.md
 """
 
 from __future__ import annotations
@@ -252,6 +253,52 @@ def strength() -> list[str]:
     return lines
 
 
+# A diagonal over the weights, found and carried on in several ways.
+DIAGONALS = (
+    "ewc", "ewc-even", "si", "mas", "mean-field", "ivon", "ivon-laplace", "ivon-laplace-even", "fine-tuning", "joint",
+)  # fmt: skip
+
+
+def variational() -> list[str]:
+    from predictive import table as predictive_table
+    from pruning import table as pruning_table
+    from variational_steps import table as cost_table
+
+    lines = [
+        "Ten permutations of MNIST, 2×100, ten epochs each (`vcl`); split MNIST (`hsu-…`); percent right at the end:"
+    ]
+    lines += ["", *diagonals(("vcl", "hsu-task", "hsu-domain", "hsu-class"))]
+    for name in ("variational-h200", "variational-cpu"):
+        found = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+        lines += ["", f"{found['device']}, torch {found['torch']}, {found['date']}:", "", cost_table(found["models"])]
+    for what, table in (("predictive", predictive_table), ("pruning", pruning_table)):
+        for data in ("", "-mnist"):
+            found = json.loads((RESULTS / f"{what}{data}.json").read_text(encoding="utf-8"))
+            seeds = len({run["seed"] for run in found["runs"]})
+            kind = {"predictive": "predictions", "pruning": "accuracy in % with weights removed"}[what]
+            said = f"{found['data']}, {kind}, {seeds} seed{'s' if seeds > 1 else ''} ({found['date']}):"
+            lines += ["", said, "", table(found["runs"])]
+    return lines
+
+
+def diagonals(protocols: tuple[str, ...]) -> list[str]:
+    """The bench's runs at strength 1 of everything that keeps a number for each weight, whatever machine made them."""
+    found = [one for bundle in sorted((RESULTS / "bench").glob("*.jsonl")) for one in collected(bundle)]
+    lines = [f"| | {' | '.join(protocols)} | `vcl`: learning, s |", "|---|" + "---|" * (len(protocols) + 1)]
+    for method in DIAGONALS:
+        cells, seconds = [], ""
+        for protocol in protocols:
+            mine = [one for one in found if (one.protocol, one.run.method) == (protocol, method)]
+            mine = [one for one in mine if one.strength in (None, 1)]
+            here = [one for one in mine if one.made["device"].startswith("CPU")] or mine
+            cells.append(_two([one.run.average for one in here]) if here else "–")
+            if protocol == "vcl" and here:
+                where = "CPU" if here[0].made["device"].startswith("CPU") else "H200"
+                seconds = f"{statistics.fmean(sum(one.run.learning_seconds) for one in here):.0f} ({where})"
+        lines.append(f"| {method} | {' | '.join([*cells, seconds])} |")
+    return lines
+
+
 def diagnosis() -> list[str]:
     from assumptions import tables
     from second_derivatives import tables as others
@@ -272,6 +319,7 @@ PAGES = {
     "forecast": forecast,
     "diagnosis": diagnosis,
     "strength": strength,
+    "variational": variational,
 }
 
 if __name__ == "__main__":

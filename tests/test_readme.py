@@ -69,7 +69,8 @@ def test_the_programs_of_the_curvature_page_run_and_print_what_it_says(capsys):
 
 
 @pytest.mark.parametrize(
-    "name", ["bench", "curvature", "diagnosis", "distillation", "forecast", "head", "strength", "structures"]
+    "name",
+    ["bench", "curvature", "diagnosis", "distillation", "forecast", "head", "strength", "structures", "variational"],
 )
 def test_the_tables_are_those_of_the_results(name):
     root = Path(__file__).parent.parent
@@ -109,8 +110,9 @@ def test_the_program_of_the_bench_page_prints_that_a_hold_is_better(capsys):
     assert capsys.readouterr().out == "True True\n"
 
 
-def test_the_program_of_the_strength_page_prints_that_evidence_finds_the_prior(capsys):
-    page = (Path(__file__).parent.parent / "docs" / "strength.md").read_text(encoding="utf-8")
+@pytest.mark.parametrize("name", ["strength", "variational"])
+def test_the_program_of_a_page_prints_what_it_says(name, capsys):
+    page = (Path(__file__).parent.parent / "docs" / f"{name}.md").read_text(encoding="utf-8")
     ((program, printed),) = re.findall(r"```python\n(.*?)```\n\n```\n(.*?)```", page, flags=re.DOTALL)
     exec(program, {})
     assert capsys.readouterr().out == printed

@@ -1,5 +1,6 @@
 """The variational optimizer on several processes: replicas go in step, and shards draw noise of their own."""
 
+import copy
 import sys
 from pathlib import Path
 
@@ -63,7 +64,35 @@ def sharded(rank: int) -> dict:
     calm = trained(model, model, slice(8 * rank, 8 * rank + 8), memory=1 - 1e-15, num_data=1e20)
     model = perceptron()
     fully_shard(model)
-    return {"calm": calm, "drawn": trained(model, model, slice(8 * rank, 8 * rank + 8))}
+    return {"calm": calm, "drawn": trained(model, model, slice(8 * rank, 8 * rank + 8)), "resumed": resumed(rank)}
+
+
+def resumed(rank: int) -> list[list[torch.Tensor]]:
+    """Weights after some steps, gone straight through and by way of torch's distributed state dicts."""
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+    from torch.distributed.fsdp import fully_shard
+
+    x, y = (each[8 * rank : 8 * rank + 8] for each in classes())
+
+    def made() -> tuple[nn.Module, holdfast.IVON]:
+        model = fully_shard(perceptron())
+        before = holdfast.prior(model, 1.0, mean=0.0)
+        return model, holdfast.IVON(model, before, holdfast.categorical, num_data=16, start=0.5)
+
+    def stepped(model: nn.Module, optimizer: holdfast.IVON) -> None:
+        for _ in range(2):
+            optimizer.zero_grad()
+            with optimizer.sampled():
+                F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+
+    first, second = made(), made()
+    stepped(*first)
+    weights, state = copy.deepcopy(get_state_dict(*first))
+    set_state_dict(*second, model_state_dict=weights, optim_state_dict=state)
+    stepped(*first)
+    stepped(*second)
+    return [[whole(p.detach()) for p in model.parameters()] for model, _ in (first, second)]
 
 
 SCENARIOS = {2: [ddp, sharded]}
@@ -99,6 +128,12 @@ def test_shards_draw_noise_of_their_own_and_agree_on_the_posterior(found):
         assert not torch.allclose(ours, theirs)
         assert float(ours.std()) == pytest.approx(float(theirs.std()), rel=0.8)
         assert bool(ours.any())
+
+
+def test_a_sharded_state_is_resumed_to_the_last_bit(found):
+    for rank in found["sharded"]:
+        straight, again = rank["resumed"]
+        torch.testing.assert_close(straight, again, atol=0, rtol=0)
 
 
 if __name__ == "__main__":

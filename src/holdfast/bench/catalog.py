@@ -21,6 +21,7 @@ from .methods import (
     batched,
     decayed,
     diagonal,
+    evened,
     every_term,
     hessian,
     kronecker,
@@ -88,6 +89,15 @@ METHODS: dict[str, Entry] = {
     ),
     "mean-field": Entry(lambda s: MeanFieldChain(), "variational: a mean and a deviation for every weight", False),
     "ivon": Entry(lambda s: IvonChain(), "variational, by natural gradients (IVON)", False),
+    "ivon-laplace": Entry(
+        lambda s: IvonChain(diagonal()), "IVON, held by the diagonal Fisher in place of what it learned", False
+    ),
+    "ivon-laplace-even": Entry(
+        lambda s: IvonChain(evened(diagonal())), "the same, with what stays of IVON's start added to the Fisher", False
+    ),
+    "ewc-even": Entry(
+        lambda s: Held(evened(diagonal()), strength=s), "EWC, with what stays of IVON's start added to the Fisher"
+    ),
     "low-rank-32": Entry(lambda s: Held(lowrank(32), strength=s), "the diagonal and 32 directions"),
     "kronecker": Entry(lambda s: Held(kronecker(), strength=s), "Kronecker factors, merged: constant memory"),
     "kronecker-sum": Entry(lambda s: Held(kronecker(), every_term, s), "Kronecker factors, a term for every task"),

@@ -187,6 +187,20 @@ def uniform(targets: Targets = "expected") -> Curvature:
     return found
 
 
+def evened(curvature: Curvature, share: float = 0.003) -> Curvature:
+    """The same with so much more for every weight, and for every example: what stays of IVON's start in its own Λ.
+
+    0.03 · 0.999ᵗ after the t = 2350 steps of ten epochs of MNIST.
+    """
+
+    def found(model: nn.Module, task: Task, trainer: Trainer) -> Precision:
+        fisher, more = curvature(model, task, trainer), share * trainer.training.count(task.train)
+        entries = {name: torch.full_like(each, more) for name, each in fisher.diagonal().items()}
+        return fisher + Diagonal(entries)
+
+    return found
+
+
 def hessian(probes: int = 16) -> Curvature:
     """F′, the Hessian's diagonal in place of the Fisher's, estimated, with negative entries at zero."""
     return lambda model, task, trainer: hutchinson_hessian(

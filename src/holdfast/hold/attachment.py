@@ -72,6 +72,7 @@ def hold(
     optimizers = [_innermost(each) for each in (optimizer if isinstance(optimizer, Sequence) else [optimizer])]
     if not optimizers or not terms:
         raise ArgumentError("hold needs at least one optimizer and one posterior.")
+    _require_other_than_prior(optimizers, posteriors)
     if every > 1:
         if any(isinstance(each, torch.optim.LBFGS) for each in optimizers):
             raise ArgumentError("LBFGS compares losses within a step, and needs a pull that is up to date: every=1.")
@@ -91,6 +92,16 @@ def hold(
             warnings.warn(caution, HoldfastWarning, stacklevel=2)
     handle._attach()
     return handle
+
+
+def _require_other_than_prior(optimizers: Sequence[Optimizer], posteriors: Sequence[Posterior]) -> None:
+    """Raise where an optimizer (holdfast.IVON) has the posterior as its prior, and pulls to it by itself."""
+    priors = {group.get("prior") for optimizer in optimizers for group in optimizer.param_groups} - {None}
+    if priors and priors & {each.id for each in posteriors}:
+        raise ArgumentError(
+            "this optimizer has the posterior as its prior and pulls to it in every step: held to it as well, it would "
+            "count twice. Train without a hold, or hold to something else beside it."
+        )
 
 
 def _one(given: Held | Sequence[Held]) -> Posterior | Memory:

@@ -74,6 +74,7 @@ class IVON(Optimizer):
         super().__init__(list(named.values()), defaults)
         self._priors = {name: placed(entries[name] / count, p) for name, p in named.items()}  # s = Λ₀/N
         self._centers = {name: placed(self._prior.mean[name], p) for name, p in named.items()}  # μ₀
+        self._every()  # a checkpoint is loaded into a state that is there
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Another group of parameters: they must be of the model, and the prior must have them."""
@@ -222,10 +223,15 @@ class IVON(Optimizer):
         for group in self.param_groups:
             for p in group["params"]:
                 found.append(p)
-                if not self.state[p]:
+                state, name = self.state[p], self._names[p]
+                if not state:
                     zero = torch.zeros_like(p, requires_grad=False, memory_format=torch.contiguous_format)
-                    self.state[p].update(momentum=zero, bend=zero.clone(), mean=p.detach().clone())
-                    self.state[p]["curvature"] = zero + group["start"]
+                    state |= {"momentum": zero, "bend": zero.clone(), "mean": zero.clone()}
+                    state["curvature"] = zero + group["start"]
+                if self._priors[name].device != p.device:  # a trainer has moved the model since
+                    state |= {key: each.to(p.device) for key, each in state.items()}
+                    for kept in (self._priors, self._centers):
+                        kept[name] = placed(kept[name], p)
         return found
 
     def _forget(self) -> None:

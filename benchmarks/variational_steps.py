@@ -1,7 +1,7 @@
 """What a step of variational learning costs, as a ratio to a step of AdamW on the same model and batches.
 
-    python benchmarks/variational.py                      # a perceptron, on this machine
-    python benchmarks/variational.py --models gpt-large   # on a GPU: bf16 autocast, 163 million parameters
+    python benchmarks/variational_steps.py                      # a perceptron, on this machine
+    python benchmarks/variational_steps.py --models gpt-large   # on a GPU: bf16 autocast, 163 million parameters
 
 Everything runs interleaved in one process; a ratio is the median over rounds of (time / AdamW's time in that round).
 "Optimizer alone" leaves the forward and backward passes out: drawing, bending and stepping beside AdamW's step.
@@ -113,6 +113,21 @@ def measured(name: str, rounds: int, device: str) -> dict[str, Any]:
     }
 
 
+def table(models: list[dict[str, Any]]) -> str:
+    lines = [
+        "| | step, ms | × AdamW | optimizer alone, ms | × AdamW | its bytes a weight |",
+        "|---|---|---|---|---|---|",
+    ]
+    for each in models:
+        for row in each["rows"]:
+            cells = [row["step_ms"], row["step_ratio"], row["alone_ms"], row["alone_ratio"]]
+            lines.append(
+                f"| {each['model']}, {each['parameters'] / 1e6:.1f} M, {row['optimizer']} "
+                f"| {' | '.join(f'{cell:.2f}' for cell in cells)} | {row['state_bytes_a_parameter']:.0f} |"
+            )
+    return "\n".join(lines)
+
+
 def ratio(times: list[float], base: list[float]) -> float:
     return statistics.median(mine / theirs for mine, theirs in zip(times, base, strict=True))
 
@@ -145,15 +160,7 @@ def main() -> None:
     options = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     found = [measured(name, options.rounds, device) for name in options.models]
-    for each in found:
-        print(f"\n{each['model']}, {each['parameters'] / 1e6:.2f} M parameters\n")
-        print("| optimizer | step, ms | × AdamW | optimizer alone, ms | × AdamW | bytes a parameter |")
-        print("|---|---|---|---|---|---|")
-        for row in each["rows"]:
-            print(
-                f"| {row['optimizer']} | {row['step_ms']:.2f} | {row['step_ratio']:.2f} | {row['alone_ms']:.2f} "
-                f"| {row['alone_ratio']:.2f} | {row['state_bytes_a_parameter']:.1f} |"
-            )
+    print(table(found))
     if options.out:
         machine = torch.cuda.get_device_name() if device == "cuda" else f"CPU, {platform.machine()}"
         about = {"device": machine, "torch": torch.__version__, "date": date.today().isoformat(), "models": found}
