@@ -47,7 +47,7 @@ def pruned_(model: nn.Module, scores: Mapping[str, Tensor], *, fraction: float, 
     `scores` say what each weight is worth: |μ|/σ, the density at zero, or magnitudes, {name: p.abs()}. They are
     compared over all parameters together, or over those that fit `only` ("*.weight"); of equal ones the first go. The
     model should be at the posterior's mean (`restore_`). To train on without the others coming back, apply the masks
-    after each step.
+    after each step; their names are those of the model without wrappers.
 
         masks = holdfast.pruned_(model, holdfast.signal_to_noise(posterior), fraction=0.75, only="*.weight")
         with torch.no_grad():

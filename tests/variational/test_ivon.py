@@ -1,6 +1,7 @@
 """The variational optimizer: against a loop written out, the exact posterior, chains, resuming, holds, refusals."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -229,6 +230,7 @@ def test_a_learning_rate_schedule_and_clipping_work_as_on_any_optimizer():
     optimizer = ivon(model)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 4)
     x, y = classes()
+    rates, norms, curvatures = [], [], []
     for _ in range(4):
         optimizer.zero_grad()
         with optimizer.sampled():
@@ -236,7 +238,19 @@ def test_a_learning_rate_schedule_and_clipping_work_as_on_any_optimizer():
         nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         optimizer.step()
         schedule.step()
-    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.0)
+        curvatures.append(optimizer.state[model[0].weight]["curvature"].clone())
+        rates.append(optimizer.param_groups[0]["lr"])
+        norms.append(float(optimizer.state[model[0].weight]["momentum"].norm()))
+    assert rates == pytest.approx([0.05 * 0.5 * (1 + math.cos(math.pi * step / 4)) for step in (1, 2, 3, 4)])
+    assert max(norms) <= 0.1  # the mean goes by clipped gradients, and the curvature by all of them
+    free = perceptron()
+    other = ivon(free)
+    with other.sampled():
+        F.cross_entropy(free(x), y).backward()
+    other.step()
+    first = {"momentum": 0.2 * free[0].weight.grad, "curvature": curvatures[0]}
+    assert float(first["momentum"].norm()) > norms[0]
+    assert torch.equal(other.state[free[0].weight]["curvature"], curvatures[0])
 
 
 def test_bad_input_is_refused_with_what_to_do():
@@ -279,3 +293,163 @@ def test_the_curvature_stays_positive_whatever_bends():
     zeros = [torch.zeros(1000) for _ in range(4)]
     natural_step_(([zeros[0]], [zeros[1]], [zeros[2]], [h], [bends], [s], [zeros[3]]), Natural(0.1, 0.9, 0.99, 1.0))
     assert float((h + s).min()) >= 0.5 * 0.11 - 1e-6
+
+
+def test_a_backward_pass_outside_the_draw_is_told():
+    model = perceptron()
+    optimizer = ivon(model)
+    x, y = classes()
+    with pytest.raises(holdfast.InertError, match=r"no gradient arrived inside sampled\(\)"), optimizer.sampled():
+        F.cross_entropy(model(x), y)
+    steps(model, optimizer, 1)
+    before = [p.detach().clone() for p in model.parameters()]
+    with torch.no_grad(), optimizer.sampled():
+        assert not torch.equal(next(model.parameters()), before[0])  # to look at a draw is no lesson
+    assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
+    with pytest.raises(holdfast.InertError, match="nothing was drawn"):
+        optimizer.step()
+
+
+def test_what_no_gradient_reaches_ends_at_its_prior():
+    """The loss does not depend on it, so its curvature is zero and its mean goes to the prior's."""
+    model = nn.ModuleDict({"used": nn.Linear(4, 3), "unused": nn.Linear(2, 2)}).double()
+    before = holdfast.prior(model, 2.0, mean=0.0)
+    optimizer = ivon(model, prior=before, betas=(0.5, 0.9), lr=0.3)
+    x, y = classes()
+    for _ in range(300):
+        optimizer.zero_grad()
+        with optimizer.sampled():
+            F.cross_entropy(model["used"](x), y).backward()
+        optimizer.step()
+    found = optimizer.posterior()
+    torch.testing.assert_close(found.precision.entries["unused.weight"], torch.full((2, 2), 2.0, dtype=torch.double))
+    torch.testing.assert_close(found.mean["unused.weight"], torch.zeros(2, 2, dtype=torch.double), atol=1e-9, rtol=0)
+    assert bool((found.precision.entries["used.weight"] > 2.01).all())
+
+
+def test_a_state_saved_between_draw_and_step_leaves_nothing_of_the_draw():
+    ours, theirs = perceptron(), perceptron()
+    one, other = ivon(ours), ivon(theirs)
+    x, y = classes()
+    with one.sampled():
+        F.cross_entropy(ours(x), y).backward()
+    other.load_state_dict(copy.deepcopy(one.state_dict()))
+    one.zero_grad()
+    steps(ours, one, 2)
+    steps(theirs, other, 2)
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("to_none", [True, False])
+def test_wherever_gradients_are_zeroed_the_draw_counts_alone(inside, to_none):
+    ours, theirs = perceptron(), perceptron()
+    one, other = ivon(ours), ivon(theirs)
+    steps(ours, one, 3)
+    x, y = classes()
+    for _ in range(3):
+        if not inside:
+            theirs.zero_grad(set_to_none=to_none)
+        with other.sampled():
+            if inside:
+                theirs.zero_grad() if to_none else other.zero_grad()
+            F.cross_entropy(theirs(x), y).backward()
+        other.step()
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_an_overflow_that_the_model_zeroes_in_place_is_forgotten():
+    model = perceptron()
+    optimizer = ivon(model)
+    x, y = classes()
+    with optimizer.sampled():
+        (float("inf") * F.cross_entropy(model(x), y)).backward()
+    for p in model.parameters():
+        p.grad.zero_()
+    with optimizer.sampled():
+        F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    assert all(bool(p.isfinite().all()) for p in model.parameters())
+    assert all(bool(state["curvature"].isfinite().all()) for state in optimizer.state.values())
+
+
+def test_a_scale_that_nobody_told_is_found_and_clipping_is_not_taken_for_one():
+    model = perceptron()
+    x, y = classes()
+    optimizer = ivon(model)
+    with optimizer.sampled():
+        (65536 * F.cross_entropy(model(x), y)).backward()
+    for p in model.parameters():
+        p.grad /= 65536
+    with pytest.raises(holdfast.ArgumentError, match=r"divided by 65536.*loss_scale=scaler"):
+        optimizer.step()
+    optimizer.zero_grad()
+    with optimizer.sampled():
+        F.cross_entropy(model(x), y).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    optimizer.step()
+
+
+def test_a_closure_beside_a_hold_is_refused():
+    model = perceptron()
+    optimizer = ivon(model)
+    far = Posterior(
+        {n: p.detach() + 1 for n, p in model.named_parameters()},
+        Diagonal({n: torch.ones_like(p) for n, p in model.named_parameters()}),
+    )
+    handle = holdfast.hold(optimizer, model, far, num_data=16)
+    with pytest.raises(holdfast.ArgumentError, match=r"taken for curvature.*sampled"):
+        optimizer.step(lambda: None)
+    handle._detach()
+
+
+def test_some_parameters_have_settings_of_their_own():
+    model = perceptron()
+    optimizer = ivon(model, options={"2.*": {"lr": 0.0, "start": 2.0}})
+    before = copy.deepcopy(model.state_dict())
+    steps(model, optimizer, 1)
+    assert torch.equal(model[2].weight, before["2.weight"])
+    assert not torch.equal(model[0].weight, before["0.weight"])
+    assert float(optimizer.state[model[2].weight]["curvature"].min()) > 1.0
+    with pytest.raises(holdfast.ArgumentError, match=r"fit none.*`0.weight`"):
+        ivon(model, options={"head.*": {"lr": 1.0}})
+    with pytest.raises(holdfast.ArgumentError, match=r"no `rate`.*lr, betas"):
+        ivon(model, options={"2.*": {"rate": 1.0}})
+    with pytest.raises(holdfast.ArgumentError, match="options="):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
+    assert len(optimizer.param_groups) == 2
+    with pytest.raises(holdfast.ArgumentError, match="not copied"):
+        copy.deepcopy(optimizer)
+
+
+def test_a_grown_head_has_a_prior_where_it_is_new():
+    model = perceptron()
+    optimizer = ivon(model)
+    steps(model, optimizer, 2)
+    known = optimizer.posterior()
+    grown = perceptron()
+    grown[2] = nn.Linear(6, 5).double()
+    with torch.no_grad():
+        grown[2].weight[:3], grown[2].bias[:3] = known.mean["2.weight"], known.mean["2.bias"]
+    with pytest.raises(holdfast.SingularError, match=r"expanded\(model, precision="):
+        ivon(grown, prior=known.expanded(grown))
+    wider = known.expanded(grown, precision=3.0)
+    assert wider.precision.entries["2.weight"][3:].tolist() == [[3.0] * 6] * 2
+    torch.testing.assert_close(wider.precision.entries["2.weight"][:3], known.precision.entries["2.weight"])
+    steps(grown, ivon(grown, prior=wider), 1)
+
+
+def test_forecasts_doubt_a_start_that_is_left_and_tempering():
+    model = perceptron()
+    optimizer = ivon(model)
+    steps(model, optimizer, 2)
+    assert any("IVON started from" in said for said in holdfast.forecast(model, optimizer.posterior()).doubts)
+    steps(model, optimizer, 100)
+    assert not any("IVON" in said for said in holdfast.forecast(model, optimizer.posterior()).doubts)
+    q = holdfast.mean_field(model, around(model), holdfast.categorical, num_data=16, tempering=0.1)
+    q(classes())
+    assert any("tempered" in said for said in holdfast.forecast(model, q.posterior()).doubts)
+    with pytest.raises(holdfast.ArgumentError, match="variational, mean field"):
+        holdfast.evidence(q.posterior(), around(model), 1.0)

@@ -114,7 +114,7 @@ def test_weights_that_are_used_otherwise_are_drawn_themselves():
     q = holdfast.mean_field(model, holdfast.prior(model, 4.0), holdfast.categorical, num_data=16, deviation=0.3)
     q(classes()).backward()
     assert all(p.grad is not None and bool(p.grad.any()) for p in q.parameters())
-    assert q._local == {"head.weight", "head.bias"}
+    assert q._draws.local == {"head.weight", "head.bias"}
     # The same on average as drawing every weight.
     plain = holdfast.mean_field(
         model, holdfast.prior(model, 4.0), holdfast.categorical, num_data=16, deviation=0.3, local=False

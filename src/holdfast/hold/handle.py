@@ -186,6 +186,11 @@ class Handle:
         if not callable(closure):
             self._add_gradient(optimizer)
             return None
+        if getattr(optimizer, "closure_at_a_draw", False):
+            raise ArgumentError(
+                "IVON runs a closure at a draw, where the pull of a hold would be taken for curvature. Run the passes "
+                "inside `with optimizer.sampled():`, and call step() without a closure."
+            )
         held = self._held_closure(optimizer, closure)
         if "closure" in kwargs:
             return args, {**kwargs, "closure": held}

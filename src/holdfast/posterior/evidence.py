@@ -32,7 +32,8 @@ def evidence(posterior: Posterior | Memory, before: Posterior | Memory, nll: flo
             "a flat prior has no density, and no evidence: ℓ₂ = 0. Start from holdfast.prior(model, precision=...), "
             "a positive number of it."
         )
-    for source in after.precision.sources:
+    earlier = {source.id for source in known.precision.sources}
+    for source in (each for each in after.precision.sources if each.id not in earlier):
         if source.doubt or source.targets.startswith("variational"):
             raise ArgumentError(
                 "evidence needs the curvature of the data's own loss at the mean, and this posterior is of "

@@ -89,15 +89,24 @@ class Posterior:
         noise = self.precision.sample(generator)
         return {name: mean + noise[name] if name in noise else mean.clone() for name, mean in self.mean.items()}
 
-    def expanded(self, model: nn.Module) -> Posterior:
+    def expanded(self, model: nn.Module, precision: float = 0.0) -> Posterior:
         """The posterior for a model whose parameters grew: new entries are free, and centered where the model is.
 
-        Growth is at the end of an axis, as when classes or tokens are added to a head or an embedding.
+        Growth is at the end of an axis, as when classes or tokens are added to a head or an embedding. With a
+        `precision` the new entries have a prior of it, at their present values.
         """
+        more = require_number(precision, "the precision of new entries")
         params = matched(model, shapes(self.mean), ties=self.ties, grown=True)
         _require_plain_growth(model, params, self.mean)
         mean = {name: grown(mean, params[name].shape, params[name].detach()) for name, mean in self.mean.items()}
-        return replace(self, mean=mean, precision=self.precision.expanded(shapes(params)))
+        known = self.precision.expanded(shapes(params))
+        if more:
+            old = {name: value for name, value in self.mean.items() if value.shape != mean[name].shape}
+            known = known + Diagonal({
+                name: grown(torch.zeros_like(value), mean[name].shape, torch.full_like(mean[name], more))
+                for name, value in old.items()
+            })  # fmt: skip
+        return replace(self, mean=mean, precision=known)
 
     def named_as(self, other: Posterior) -> Posterior:
         """The same with tied parameters under the names that `other` has for them."""
@@ -161,9 +170,9 @@ class Memory:
         """The posterior's."""
         return self.posterior.unit
 
-    def expanded(self, model: nn.Module) -> Memory:
+    def expanded(self, model: nn.Module, precision: float = 0.0) -> Memory:
         """The memory for a model whose parameters grew; see `Posterior.expanded`."""
-        return replace(self, posterior=self.posterior.expanded(model))
+        return replace(self, posterior=self.posterior.expanded(model, precision))
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Memory:
         """The same on another device, the posterior in another floating dtype."""

@@ -39,8 +39,10 @@ class Source:
             return "The precision is a sensitivity (MAS) and not in nats: the quadratic ranks, and says no more."
         if self.likelihood == "path integral":
             return "The precision is a path integral (SI), with its damping and the noise of its steps: it is rough."
-        if self.targets.startswith("variational, IVON"):
+        if self.targets.startswith("variational, IVON, start"):
             return "The precision has in it what IVON started from: the quadratic overstates the rise."
+        if ", tempered" in self.targets:
+            return "The posterior was tempered, and is of other data than it counts: the quadratic is as far off."
         return ""
 
     @property

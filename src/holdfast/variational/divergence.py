@@ -19,7 +19,8 @@ def divergence(posterior: Posterior | Memory, prior: Posterior | Memory) -> Tens
     Between diagonals it is Σ log(σp/σ) + (σ² + (μ − μp)²)/(2σp²) − ½ over the weights. A diagonal q has a closed form
     against every structure of p; other structures are inverted as dense matrices, if they are small.
     """
-    q, p = as_posterior(posterior), as_posterior(prior)
+    p = as_posterior(prior)
+    q = as_posterior(posterior).named_as(p)
     require_shapes(shapes(q.mean), shapes(p.mean), what="the posterior", than="the prior")
     require_shapes(shapes(p.mean), shapes(q.mean), what="the prior", than="the posterior")
     for each, what in ((q, "the posterior"), (p, "the prior")):
@@ -53,5 +54,6 @@ def require_proper(posterior: Posterior, what: str) -> None:
         raise SingularError(
             f"{what} has no precision in {', '.join(named[:6])}{' …' if len(named) > 6 else ''}: as a prior it is flat "
             "there, and the divergence from it is infinite. Start from holdfast.prior(model, precision=...) with a "
-            "positive number, mean=0.0 for weights near zero, and consolidate onto it."
+            "positive number, mean=0.0 for weights near zero; where layers grew, posterior.expanded(model, "
+            "precision=...) gives one to what is new."
         )

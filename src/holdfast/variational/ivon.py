@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,9 +17,14 @@ from ..kernels.natural import Natural, bend_, natural_step_, shake_
 from ..likelihood import Likelihood
 from ..params import matched, shapes, unwrapped
 from ..posterior import Memory, Posterior, as_posterior
-from .mean_field import fitting
+from .mean_field import fitting, require_same
+from .options import checked_options, grouped
 from .outcome import found_posterior
 from .parts import bundled, gradient, placed, seed_of
+from .pending import Pending
+
+_WATCHED = 3  # steps in which gradients that were scaled in between are looked for
+_GONE = 0.01  # a share of the start that need not be mentioned
 
 
 class IVON(Optimizer):
@@ -41,6 +46,8 @@ class IVON(Optimizer):
         posterior = optimizer.posterior()
     """
 
+    closure_at_a_draw = True  # a hold's pull, which is added to a closure's gradients, would be taken for curvature
+
     def __init__(
         self,
         model: nn.Module,
@@ -52,12 +59,13 @@ class IVON(Optimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         start: float = 0.03,
         radius: float = math.inf,
+        options: Mapping[str, Mapping[str, Any]] | None = None,
         seed: int = 0,
     ) -> None:
         if not isinstance(likelihood, Likelihood):
             raise ArgumentError(f"a likelihood is needed, such as holdfast.categorical, got {likelihood!r}.")
         count = require_number(num_data, "num_data, the number of examples (or tokens),", positive=True)
-        self._model = unwrapped(model)
+        self._given, self._model = model, unwrapped(model)
         self._likelihood, self._num_data, self._seed = likelihood, count, seed
         self._prior = fitting(self._model, as_posterior(prior), likelihood.unit)
         entries = self._prior.precision.entrywise()
@@ -67,64 +75,77 @@ class IVON(Optimizer):
                 f"{type(self._prior.precision).__name__}. Train by holdfast.mean_field, which takes every structure."
             )
         named = self._params()
+        narrow = [name for name, p in named.items() if p.dtype not in (torch.float32, torch.float64)]
+        if narrow:
+            raise ArgumentError(
+                f"`{narrow[0]}` is {named[narrow[0]].dtype}, whose digits cannot show a small deviation. Keep weights "
+                "in float32, and let torch.autocast compute in half precision."
+            )
         self._names = {parameter: name for name, parameter in named.items()}
-        self._draws = 0  # since the last step
-        self._inside = False
-        defaults = _checked(lr, betas, start, radius) | {"prior": self._prior.id, "num_data": count, "noise": 0}
-        super().__init__(list(named.values()), defaults)
+        self._pending = Pending()
+        self._inside = self._made = False
+        defaults = checked_options({"lr": lr, "betas": betas, "start": start, "radius": radius})
+        defaults |= {"prior": self._prior.id, "num_data": count, "noise": 0}
+        super().__init__(grouped(named, options or {}), defaults)
+        self._made = True
         self._priors = {name: placed(entries[name] / count, p) for name, p in named.items()}  # s = Λ₀/N
         self._centers = {name: placed(self._prior.mean[name], p) for name, p in named.items()}  # μ₀
         self._every()  # a checkpoint is loaded into a state that is there
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Another group of parameters: they must be of the model, and the prior must have them."""
+        """Refused once the optimizer is made: it has all that the prior has. `options` makes groups."""
+        if self._made:
+            raise ArgumentError(
+                "IVON has all parameters of its prior: make a new one for others, and give options={'head.*': {'lr': "
+                "0.1}} for some to have their own settings."
+            )
         super().add_param_group(param_group)
-        for p in self.param_groups[-1]["params"]:
-            if p not in self._names:
-                raise MismatchError("a parameter was added that the prior does not have: make the optimizer anew.")
-            if p.dtype not in (torch.float32, torch.float64):
-                raise ArgumentError(
-                    f"`{self._names[p]}` is {p.dtype}, whose digits cannot show a small deviation. Keep weights in "
-                    "float32, and let torch.autocast compute in half precision."
-                )
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise ArgumentError("IVON is of one model, and not copied: save its state_dict(), or make another for a copy.")
 
     @contextmanager
     def sampled(self, loss_scale: float | Tensor = 1.0) -> Iterator[None]:
         """Inside, the weights are a draw from q: run the loss forward and backward there; afterwards they are the mean.
 
         Used twice within a step, the second draw is the first one's mirror image; a loss is then divided by the number
-        of draws, as in accumulation. A GradScaler's factor is given as `loss_scale=scaler.get_scale()`.
+        of draws, as in accumulation. Backward passes that DistributedDataParallel does not synchronize (`no_sync`)
+        belong into one draw with the one that it does. A GradScaler's factor is given as
+        `loss_scale=scaler.get_scale()`. Under `torch.no_grad()` it only draws, to look at.
         """
+        if not torch.is_grad_enabled():
+            with self._drawn():
+                yield
+            return
         params = self._every()
-        if all(p.grad is None for p in params):
+        if not self._pending.kept(params):
             self._forget()
-        before = {p: p.grad.clone() for p in params if p.grad is not None}
-        with self._drawn(before, loss_scale):
+        self._pending.begin(params)
+        with self._drawn() as back:
             yield
+            back += self._learned(params, loss_scale)
 
     @contextmanager
-    def _drawn(self, before: dict[nn.Parameter, Tensor], loss_scale: float | Tensor) -> Iterator[None]:
+    def _drawn(self) -> Iterator[list[nn.Parameter]]:
+        """The weights at a draw; those that are given are at their mean already when it ends."""
         if self._inside:
             raise ArgumentError("sampled() within sampled(): draw once for each backward pass.")
-        bundles = bundled(self._every())
-        self._shake(bundles)
+        params, back = self._every(), list[nn.Parameter]()
+        self._shake(bundled(params))
         self._inside = True
-        back: set[nn.Parameter] = set()
         try:
-            yield
-            for bundle in bundles:
-                back.update(self._bend(bundle, before, loss_scale))
-            self._draws += 1
+            yield back
         finally:
             self._inside = False
-            with torch.no_grad():  # those that no gradient reached, or all of them after an error
-                for p in self._every():
-                    if p not in back:
+            done = set(back)
+            with torch.no_grad():
+                for p in params:
+                    if p not in done:
                         part(p.data).copy_(part(self.state[p]["mean"]))
 
     @torch.no_grad()
     def _shake(self, bundles: list[list[nn.Parameter]]) -> None:
-        mirrored = self._draws % 2 == 1
+        mirrored = self._pending.draws % 2 == 1
         self.param_groups[0]["noise"] += not mirrored
         for params in bundles:
             seed = seed_of(params[0], self._seed, self.param_groups[0]["noise"])
@@ -132,18 +153,24 @@ class IVON(Optimizer):
             shake_(values, means, curvatures, priors, self._num_data, seed, -1.0 if mirrored else 1.0)
 
     @torch.no_grad()
-    def _bend(
-        self, params: list[nn.Parameter], before: dict[nn.Parameter, Tensor], loss_scale: float | Tensor
-    ) -> list[nn.Parameter]:
+    def _learned(self, params: list[nn.Parameter], loss_scale: float | Tensor) -> list[nn.Parameter]:
         """Learn how gradients bend; the parameters that this was learned of are at their mean again."""
+        self._pending.require_gradients(params)
+        if getattr(self._given, "require_backward_grad_sync", True) is False:
+            raise ArgumentError(
+                "DistributedDataParallel did not synchronize this backward pass (no_sync), and every process would "
+                "learn a curvature of its own. Run all passes of a step inside one sampled(), the synchronized one "
+                "last."
+            )
         learned = [p for p in params if p.grad is not None]
-        if not learned:
-            return []
-        grads = [gradient(p) - part(before[p]) if p in before else gradient(p) for p in learned]
-        if isinstance(loss_scale, Tensor) or loss_scale != 1:
-            grads = [grad / loss_scale for grad in grads]
-        values, means, curvatures, bends, priors = self._roles(learned, "mean", "curvature", "bend")
-        bend_(values, means, curvatures, priors, grads, bends, self._num_data)
+        for bundle in bundled(learned):
+            grads = [self._pending.new_part(p, gradient(p)) for p in bundle]
+            if isinstance(loss_scale, Tensor) or loss_scale != 1:
+                grads = [grad / loss_scale for grad in grads]
+            values, means, curvatures, bends, priors = self._roles(bundle, "mean", "curvature", "bend")
+            bend_(values, means, curvatures, priors, grads, bends, self._num_data)
+        unscaled = not isinstance(loss_scale, Tensor) and loss_scale == 1
+        self._pending.end(params, watched=unscaled and self.param_groups[0].get("steps", 0) < _WATCHED)
         return learned
 
     @torch.no_grad()
@@ -155,27 +182,28 @@ class IVON(Optimizer):
         loss = None
         if closure is not None:
             self._forget()
-            with torch.enable_grad(), self._drawn({}, 1.0):
+            with torch.enable_grad(), self.sampled():
                 loss = closure()
         if self._inside:
             raise ArgumentError("step() inside sampled(): leave the `with` block first, and step at the mean.")
-        if not self._draws:
+        if not self._pending.draws:
             raise InertError(
                 "IVON learns from gradients at drawn weights, and nothing was drawn: run the loss forward and backward "
                 "inside `with optimizer.sampled():`, or give step a closure."
             )
+        self._pending.require_scale(self._every())
         for group in self.param_groups:
             group["steps"] = group.get("steps", 0) + 1
             momentum, memory = group["betas"]
             numbers = Natural(
                 float(group["lr"]), momentum, memory, 1 - momentum ** group["steps"], float(group["radius"])
             )
-            for params in bundled(p for p in group["params"] if p.grad is not None):
+            for params in bundled(p for p in group["params"] if p.requires_grad):
                 values, momenta, curvatures, bends, priors = self._roles(params, "momentum", "curvature", "bend")
                 centers = [part(self._centers[self._names[p]]) for p in params]
                 roles = (values, [gradient(p) for p in params], momenta, curvatures, bends, priors, centers)
                 natural_step_(roles, numbers)
-        self._draws = 0
+        self._pending = Pending()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -195,24 +223,22 @@ class IVON(Optimizer):
             raise ArgumentError("posterior() inside sampled(): the weights are a draw there, and not the mean.")
         if not any(group.get("steps") for group in self.param_groups):
             raise InertError("no step was made: there is nothing but the prior.")
+        self._every()
         params = self._params()
         entries = {
             name: self._num_data * (self.state[p]["curvature"] + self._priors[name]) for name, p in params.items()
         }
-        how = f"IVON, start {self.param_groups[0]['start']:g} at {self.start_left:.2g}"
+        left = self.start_left
+        how = "IVON" + (f", start {self.param_groups[0]['start']:g} at {left:.2g}" if left > _GONE else "")
         return found_posterior(self._model, params, entries, self._prior, self._likelihood, self._num_data, how)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a saved state, under the same prior and the same `num_data`."""
         for group in state_dict["param_groups"]:
-            for key, own in (("prior", self._prior.id), ("num_data", self._num_data)):
-                if group.get(key) != own:
-                    raise MismatchError(
-                        f"this state was saved under another {key} ({group.get(key)}, and here {own}), which its "
-                        "curvature is of. Make the optimizer with what it had, or start without its state."
-                    )
+            require_same(group, prior=self._prior.id, num_data=self._num_data)
         super().load_state_dict(state_dict)
-        self._draws = 0
+        self._pending.draws = 1  # what was drawn for a step that was not made
+        self._forget()
 
     def _params(self) -> dict[str, nn.Parameter]:
         return matched(self._model, shapes(self._prior.mean), ties=self._prior.ties)
@@ -236,22 +262,11 @@ class IVON(Optimizer):
 
     def _forget(self) -> None:
         """What was drawn for a step that was not made (a GradScaler's overflow) leaves nothing behind."""
-        if self._draws:
+        if self._pending.draws:
             torch._foreach_zero_([part(state["bend"]) for state in self.state.values()])
-        self._draws = 0
+        self._pending = Pending()
 
     def _roles(self, params: list[nn.Parameter], *keys: str) -> list[list[Tensor]]:
         """What this process has of the parameters, of parts of their state, and of s."""
         states = [[part(self.state[p][key]) for p in params] for key in keys]
         return [[part(p.data) for p in params], *states, [part(self._priors[self._names[p]]) for p in params]]
-
-
-def _checked(lr: float, betas: tuple[float, float], start: float, radius: float) -> dict[str, Any]:
-    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-        raise ArgumentError(f"betas are two numbers, 0 or more and less than 1, got {betas!r}.")
-    if not radius > 0:
-        raise ArgumentError(f"radius, the longest step before the learning rate, is more than 0, got {radius!r}.")
-    return {
-        "lr": require_number(lr, "a learning rate"), "betas": tuple(betas), "radius": radius,
-        "start": require_number(start, "start, the curvature to start from,", positive=True),
-    }  # fmt: skip

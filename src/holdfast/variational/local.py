@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 from .noise import Noise
 
 Deviation = Callable[[str], Tensor]
+_Linear = tuple[Tensor, Tensor, Tensor | None]
 
 
 class UsedOtherwise(Exception):
@@ -24,12 +25,40 @@ class UsedOtherwise(Exception):
         self.name = name
 
 
+class Uses(TorchFunctionMode):
+    """Notes which weights are used once, by a linear layer on a row for each example."""
+
+    def __init__(self, weights: Mapping[str, Tensor], examples: int) -> None:
+        super().__init__()
+        self._names = {id(weight): name for name, weight in weights.items()}
+        self._examples = examples
+        self._once: set[str] = set()
+        self._otherwise: set[str] = set()
+
+    @property
+    def once(self) -> set[str]:
+        """Those that can have their layer's outputs drawn."""
+        return self._once - self._otherwise
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        given = dict(kwargs or {})
+        met = _met(self._names, args, given)
+        if met and not _looks(func):
+            fits = _linear(func, args, given, self._examples) is not None
+            again = {name for name in met if name in self._once or met.count(name) > 1}
+            self._otherwise.update(again if fits else met)
+            self._once.update(met)
+        return func(*args, **given)
+
+
 class LocalNoise(TorchFunctionMode):
     """x ↦ N(xμᵀ + b, x²(σ²)ᵀ + σ_b²), drawn for each example apart: the same loss on average, with less noise.
 
-    Exact where every example uses the weight once: linear layers on inputs of two axes, a row for each example. A
-    weight used twice, at several positions of an example or by any other operation is one draw for all of its uses:
-    it raises `UsedOtherwise`.
+    The same where every example uses the weight once and no example sees another: linear layers on inputs of two axes,
+    a row for each example, and no BatchNorm in training. A weight used twice, at several positions of an example or by
+    any other operation is one draw for all of its uses: it raises `UsedOtherwise`.
     """
 
     def __init__(self, means: Mapping[str, Tensor], deviation: Deviation, noise: Noise, examples: int) -> None:
@@ -38,47 +67,54 @@ class LocalNoise(TorchFunctionMode):
         self._deviation = deviation
         self._noise = noise
         self._examples = examples
-        self._used: set[str] = set()
+        self.used: set[str] = set()
 
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         given = dict(kwargs or {})
-        met = [self._names[id(each)] for each in tree_leaves((args, given)) if id(each) in self._names]
+        met = _met(self._names, args, given)
         if not met or _looks(func):
             return func(*args, **given)
-        x, weight, bias = self._linear(func, args, given, met)
-        mean = F.linear(x, weight, bias)
-        variance = x.new_zeros(())
-        if id(weight) in self._names:
-            variance = F.linear(x.square(), self._deviation(self._names[id(weight)]).square())
-        if id(bias) in self._names:
-            variance = variance + self._deviation(self._names[id(bias)]).square()
-        # A row of zeros has a root without a slope: the smallest number keeps its gradient finite.
-        tiny = torch.finfo(variance.dtype).tiny
-        return mean + variance.clamp(min=tiny).sqrt() * self._noise.like(mean)
-
-    def _linear(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], met: list[str]
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """The three arguments of a linear layer whose weights were not used before."""
-        again = [name for name in met if name in self._used or met.count(name) > 1]
-        if func is not F.linear or again:
+        layer = _linear(func, args, given, self._examples)
+        again = [name for name in met if name in self.used or met.count(name) > 1]
+        if layer is None or again:
             raise UsedOtherwise((again or met)[0])
-        names = ("input", "weight", "bias")
-        found = {**dict(zip(names, args, strict=False)), **kwargs}
-        x, weight, bias = found["input"], found["weight"], found.get("bias")
-        if x.ndim != 2 or len(x) != self._examples or id(x) in self._names:
-            raise UsedOtherwise(met[0])
-        self._used.update(met)
-        return x, weight, bias
+        self.used.update(met)
+        mean = F.linear(*layer)
+        deviation = self._spread(*layer)
+        return mean + (deviation * self._noise.like(" ".join(met), deviation)).to(mean.dtype)
+
+    def _spread(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """√(x²(σ²)ᵀ + σ_b²), in float32 at least: squares of small deviations are zero in half precision."""
+        wide = torch.promote_types(x.dtype, torch.float32)
+        with torch.autocast(x.device.type, enabled=False):
+            variance = torch.zeros(len(x), len(weight), dtype=wide, device=x.device)
+            if id(weight) in self._names:
+                variance = F.linear(x.to(wide).square(), self._deviation(self._names[id(weight)]).to(wide).square())
+            if bias is not None and id(bias) in self._names:
+                variance = variance + self._deviation(self._names[id(bias)]).to(wide).square()
+            # A row of zeros has a root without a slope: the smallest number keeps its gradient finite.
+            return variance.clamp(min=torch.finfo(wide).tiny).sqrt()
+
+
+def _met(names: Mapping[int, str], args: Any, kwargs: Any) -> list[str]:
+    return [names[id(each)] for each in tree_leaves((args, kwargs)) if id(each) in names]
+
+
+def _linear(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], examples: int) -> _Linear | None:
+    """The three arguments of a linear layer, if a call is one with a row for each example."""
+    if func is not F.linear:
+        return None
+    found = {**dict(zip(("input", "weight", "bias"), args, strict=False)), **kwargs}
+    x = found["input"]
+    return (x, found["weight"], found.get("bias")) if x.ndim == 2 and len(x) == examples else None
 
 
 def _looks(func: Any) -> bool:
     """Whether a call only looks at a tensor: its shape, its device, how many axes it has."""
     owner = getattr(func, "__self__", None)
-    name = getattr(func, "__name__", "")
     described = (Tensor.shape, Tensor.device, Tensor.dtype, Tensor.ndim, Tensor.requires_grad, Tensor.is_cuda)
-    return (name == "__get__" and any(owner is each for each in described)) or func in (
+    return (getattr(func, "__name__", "") == "__get__" and any(owner is each for each in described)) or func in (
         Tensor.size, Tensor.dim, Tensor.is_floating_point, torch.is_grad_enabled, Tensor.numel,
     )  # fmt: skip

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
-from ..curvature.batches import Batch, read, run
-from ..elsewhere import run_at
+from ..curvature.batches import Batch, read
 from ..errors import ArgumentError, DataError, InertError, MismatchError, require_number
 from ..likelihood import Likelihood
-from ..params import all_parameters, matched, shapes, some, trainable, unwrapped
+from ..params import matched, shapes, some, trainable, unwrapped
 from ..posterior import Memory, Posterior, as_posterior
 from ..posterior.gaussian import difference, kept
 from .divergence import require_proper
-from .local import LocalNoise, UsedOtherwise
+from .draws import Draws, Forward, moved
 from .noise import Noise
 from .outcome import found_posterior
-
-Forward = Callable[[nn.Module, Any], Any]
 
 
 class MeanField(nn.Module):
@@ -49,15 +46,15 @@ class MeanField(nn.Module):
         self.model = model
         self._prior, self.likelihood, self.num_data = prior, likelihood, num_data
         self.samples, self.antithetic, self.tempering = samples, antithetic, tempering
-        self._forward = forward
         self._names = list(prior.mean)
-        wide = {name: each.rsqrt() for name, each in prior.precision.diagonal().items()}
-        start = {name: each if prior.num_data else each.clamp(max=deviation) for name, each in wide.items()}
+        self._read_prior()
         params = self._params()
+        start = {name: each.rsqrt() for name, each in self._entries.items()}
+        start = start if prior.num_data else {name: each.clamp(max=deviation) for name, each in start.items()}
         self.log_deviations = nn.ParameterList(
             start[name].to(params[name].device, kept(params[name]).dtype).log().clone() for name in self._names
         )
-        self._local = {name for name in self._names if local}
+        self._draws = Draws(model, likelihood, forward, local)
         self._generator: torch.Generator | None = None
         self._seed = seed
         self._seen: float | Tensor = 0.0
@@ -72,7 +69,7 @@ class MeanField(nn.Module):
     @property
     def deviations(self) -> dict[str, Tensor]:
         """σ of each weight."""
-        return {name: each.exp() for name, each in zip(self._names, self.log_deviations, strict=True)}
+        return {name: each.exp() for name, each in self._logs.items()}
 
     def forward(self, batch: Any) -> Tensor:
         """The loss of a batch, `(inputs, targets)` or a dict with labels, in nats per example (or token)."""
@@ -80,40 +77,44 @@ class MeanField(nn.Module):
 
     def divergence(self) -> Tensor:
         """KL(q ‖ prior) = Σ log(σp/σ) + (σ² + (μ − μp)²)/(2σp²) − ½ in nats; in general with the diagonal of Λp."""
-        params, prior = self._params(), self._prior
-        delta = {name: difference(p, prior.mean[name].to(p.device)) for name, p in params.items()}
-        entries = prior.precision.diagonal()
-        spread = sum(
-            (0.5 * entries[name].to(each.device) * (2 * each).exp() - each).sum()
-            for name, each in zip(self._names, self.log_deviations, strict=True)
-        )
-        constant = 0.5 * (prior.precision.logdet().to(spread.device) + sum(p.numel() for p in params.values()))
-        found: Tensor = spread + 0.5 * prior.precision.quadratic(delta) - constant
-        return found
+        params = self._params()
+        delta = {name: difference(p, self._prior.mean[name].to(p.device)) for name, p in params.items()}
+        home = params[self._names[0]].device
+        terms = [
+            (0.5 * self._entries[name].to(each.device) * (2 * each).exp() - each).sum().to(home)
+            for name, each in self._logs.items()
+        ]
+        spread = torch.stack(terms).sum()
+        return spread + 0.5 * self._prior.precision.quadratic(delta) - self._constant
 
     def expected_nll(self, batch: Any) -> Tensor:
         """E_q[nll] per example (or token) of a batch, by sampling."""
-        (read_batch,) = read([batch], self.model)
-        count = self.likelihood.count(read_batch.size, read_batch.target)
-        self._seen = self._seen + count
+        (given,) = read([batch], self.model)
+        count = self.likelihood.count(given.size, given.target)
+        params = self._params()
         losses: list[Tensor] = []
         last: Noise | None = None
         for _ in range(self.samples):
             # Of an antithetic pair, the second draw is the first with its sign turned.
-            last = Noise(self._drawer(read_batch)) if last is None else Noise(opposite=last)
-            losses.append(self._nll(read_batch, last))
-            last = last if self.antithetic and last.drawn else None
-        return torch.stack(losses).mean() / count
+            first = last is None
+            last = Noise(self._drawer(given), opposite=last)
+            losses.append(self._draws.nll(given, params, self._logs, last))
+            last = last if self.antithetic and first else None
+        if torch.is_grad_enabled():
+            self._seen = self._seen + count
+        # A batch in which every label is ignored says nothing.
+        return torch.stack(losses).mean() / (count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1.0))
 
     def sample(self, generator: torch.Generator | None = None) -> dict[str, Tensor]:
         """Weights drawn from q."""
-        noise = Noise(generator)
-        return {name: _moved(mean, self.deviations[name], noise) for name, mean in self._params().items()}
+        noise, deviations = Noise(generator), self.deviations
+        return {name: moved(name, mean, deviations[name], noise) for name, mean in self._params().items()}
 
     @torch.no_grad()
     def posterior(self) -> Posterior:
         """What was found, as the Gaussian that everything else takes: to hold to, to keep, to be the next prior."""
-        seen = float(self._seen)
+        # Of several processes each sees its share.
+        seen = float(self._seen) * (distributed.get_world_size() if distributed.is_initialized() else 1)
         if seen == 0:
             raise InertError("no batch was seen: train on mean_field(...)(batch), then ask for the posterior.")
         if seen < self.num_data * (1 - 1e-6):
@@ -125,35 +126,47 @@ class MeanField(nn.Module):
         how = "mean field" + (f", tempered {self.tempering:g}" if self.tempering != 1 else "")
         return found_posterior(self.model, self._params(), entries, self._prior, self.likelihood, self.num_data, how)
 
+    def get_extra_state(self) -> dict[str, Any]:
+        """What resuming needs besides weights and deviations."""
+        drawer = None if self._generator is None else self._generator.get_state()
+        return {"prior": self._prior_id, "num_data": self.num_data, "seen": float(self._seen), "noise": drawer}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        """Go on from a saved state, under the same prior and the same `num_data`."""
+        require_same(state, prior=self._prior_id, num_data=self.num_data)
+        self._seen = state["seen"]
+        if state["noise"] is not None:
+            device = next(iter(self._params().values())).device
+            self._generator = torch.Generator(device)
+            self._generator.set_state(state["noise"].cpu())
+
+    @property
+    def _logs(self) -> dict[str, Tensor]:
+        return dict(zip(self._names, self.log_deviations, strict=True))
+
+    def _read_prior(self) -> None:
+        """What every step needs of the prior, computed once."""
+        self._entries = self._prior.precision.diagonal()
+        size = sum(mean.numel() for mean in self._prior.mean.values())
+        self._constant = 0.5 * (self._prior.precision.logdet().detach() + size)
+        self._prior_id = self._prior.id
+
     def _params(self) -> dict[str, nn.Parameter]:
-        return matched(self.model, shapes(self._prior.mean), ties=self._prior.ties)
+        params = matched(self.model, shapes(self._prior.mean), ties=self._prior.ties)
+        inside = {id(parameter) for parameter in params.values()}
+        if any(parameter.requires_grad and id(parameter) not in inside for parameter in self.model.parameters()):
+            fitting(self.model, self._prior, self.likelihood.unit)  # which says what trains without a prior
+        devices = {parameter.device for parameter in params.values()}
+        if len(devices) == 1 and next(iter(self._prior.mean.values())).device not in devices:
+            self._prior = self._prior.to(devices.pop())  # the model has been moved since
+            self._read_prior()
+        return params
 
     def _drawer(self, batch: Batch) -> torch.Generator:
         device = batch.tensors[0].device
-        if self._generator is None or self._generator.device.type != device.type:
+        if self._generator is None or self._generator.device != device:
             self._generator = torch.Generator(device).manual_seed(self._seed)
         return self._generator
-
-    def _nll(self, batch: Batch, noise: Noise) -> Tensor:
-        """The summed nll at one draw."""
-        params = self._params()
-        canonical = {id(parameter): name for name, parameter in all_parameters(self.model).items()}
-        while True:
-            before = len(noise.drawn)
-            deviations = self.deviations
-            values = {
-                canonical[id(p)]: p.view_as(p) if name in self._local else _moved(p, deviations[name], noise)
-                for name, p in params.items()
-            }
-            drawn_later = {name: values[canonical[id(params[name])]] for name in self._names if name in self._local}
-            try:
-                with LocalNoise(drawn_later, deviations.__getitem__, noise, batch.size):
-                    output = run_at(self.model, values, lambda model: run(model, batch, self._forward))
-                nll: Tensor = self.likelihood.nll(output, batch.target).sum()
-                return nll
-            except UsedOtherwise as found:
-                self._local.discard(found.name)
-                del noise.drawn[before:]
 
 
 def mean_field(
@@ -183,8 +196,9 @@ def mean_field(
     The posterior is the next task's `prior` (variational continual learning: Nguyen et al. 2018). `num_data` is how
     many examples, or tokens, the likelihood stands for: a batch's mean counts that many times against the divergence.
     `samples` draws a step, in antithetic pairs; `local` draws a linear layer's outputs in place of its weights where
-    every example uses them once. Deviations start at `deviation`, or at the prior's where it knows data. A `tempering`
-    other than 1 multiplies the divergence, which makes the result no posterior; its source says so.
+    every example uses them once. Give the optimizer no weight decay, which the prior is. Deviations start at
+    `deviation`, or at the prior's own if it knows data. A `tempering` other than 1 multiplies the divergence, which
+    makes the result no posterior; its source says so.
     """
     model = unwrapped(model)
     before = as_posterior(prior)
@@ -220,6 +234,11 @@ def fitting(model: nn.Module, prior: Posterior, unit: str) -> Posterior:
     return prior.to(devices.pop()) if len(devices) == 1 else prior
 
 
-def _moved(mean: Tensor, deviation: Tensor, noise: Noise) -> Tensor:
-    """μ + σε."""
-    return mean + (deviation * noise.like(deviation)).to(mean.dtype)
+def require_same(state: Mapping[str, Any], **own: Any) -> None:
+    """Raise where a saved state is of another prior, or of another number of data."""
+    for key, mine in own.items():
+        if state.get(key) != mine:
+            raise MismatchError(
+                f"this state was saved under another {key} ({state.get(key)}, and here {mine}), which all in it is of. "
+                "Make this with what it had, or start without its state."
+            )

@@ -5,18 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..devices import full, part
-from ..errors import ArgumentError, InertError
+from ..errors import ArgumentError
 from ..identity import digest
 
 
 def gradient(parameter: nn.Parameter) -> Tensor:
     """What this process holds of a gradient, laid out as the parameter is."""
     grad: Any = parameter.grad
-    if grad is None:
-        raise InertError("a parameter has no gradient.")
+    if grad is None:  # the loss does not depend on it
+        return torch.zeros_like(part(parameter.data))
     if grad.is_sparse:
         raise ArgumentError("IVON needs dense gradients: make the embedding with sparse=False.")
     layout = getattr(parameter, "placements", None)
