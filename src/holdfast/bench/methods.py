@@ -76,13 +76,14 @@ Update = Callable[[Posterior, nn.Module, Precision], Posterior]
 class Held:
     """Hold to what was known, and add to it what each task's curvature says.
 
-    `rotate` steps in the eigenvectors of Kronecker factors.
+    `rotate` steps in the eigenvectors of Kronecker factors, `proximal` takes the pull as a step of its own.
     """
 
     curvature: Curvature
     update: Update = consolidate
     strength: float = 1.0
     rotate: bool = False
+    proximal: bool = False
     posterior: Posterior | None = None
 
     def learn(self, model: nn.Module, task: Task, trainer: Trainer) -> None:
@@ -92,7 +93,7 @@ class Held:
             return
         trainer.fit(model, task, lambda optimizer: hold(
             optimizer, model, posterior, num_data=training.count(task.train), strength=self.strength,
-            unit=training.unit, rotate=self.rotate,
+            unit=training.unit, rotate=self.rotate, proximal=self.proximal,
         ))  # fmt: skip
 
     def remember(self, model: nn.Module, task: Task, trainer: Trainer) -> None:

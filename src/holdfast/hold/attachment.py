@@ -18,6 +18,7 @@ from ..posterior.product import require_counted_once
 from ..precision import Precision
 from .budget import Budget
 from .handle import Handle
+from .proximal import Proximal
 from .reused import Reused
 from .rotation import Rotation
 
@@ -34,6 +35,7 @@ def hold(
     unit: str = "example",
     every: int = 1,
     rotate: bool = False,
+    proximal: bool = False,
     budget: float | None = None,
     forward: Callable[[nn.Module, Any], Any] | None = None,
 ) -> Handle:
@@ -47,6 +49,10 @@ def hold(
     The pull of a Kronecker precision is two matrix products per layer; with `every=k` it is computed at every kth step
     and used again in between. `rotate=True` lets the optimizer step in the eigenvectors of its factors, in which a
     stiff hold is one number per coordinate: Adam then stands larger learning rates. Start a fresh optimizer with it.
+
+    `proximal=True` takes the pull as a step of its own after the optimizer's, with the optimizer's own step size for
+    each coordinate: it ends at the same weights, and is stable at any strength where the gradient would diverge. For
+    diagonals under SGD, Adam and AdamW, and for Kronecker factors under SGD.
 
     With `budget`, the old loss may rise by at most so many nats per old example: the strength then follows what is
     spent, which a memory with probes and answers tells best, and `finish()` (or the end of the `with` block) brings the
@@ -78,6 +84,9 @@ def hold(
             raise ArgumentError("LBFGS compares losses within a step, and needs a pull that is up to date: every=1.")
         terms = [Reused(term, every) if isinstance(term, Quadratic) else term for term in terms]
     held = [each.precision for each in posteriors if each.precision.shapes]
+    if proximal and (rotate or every > 1):
+        raise ArgumentError("proximal=True is a step of its own: neither turned (rotate) nor put off (every).")
+    quadratics = [term for term in terms if isinstance(term, Quadratic) and term.posterior.precision.shapes]
     if rotate and not posteriors:
         raise ArgumentError("rotate=True turns steps into the eigenvectors of a posterior, and none is held to here.")
     # A prior alone has no directions of its own: there is nothing to turn to.
@@ -85,7 +94,8 @@ def hold(
     if forward is not None and budget is None:
         raise ArgumentError("forward is how a budget's probes go through the model, and there is no budget here.")
     allowed = None if budget is None else Budget(budget, _one(posterior), terms, forward)
-    handle = Handle(optimizers, model, terms, count, strength, turn, allowed)
+    step = Proximal(quadratics, optimizers) if proximal else None
+    handle = Handle(optimizers, model, terms, count, strength, turn, allowed, step)
     if allowed is not None:
         allowed.ready(model)
         if caution := allowed.caution(model):

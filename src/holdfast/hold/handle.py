@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..errors import ArgumentError, HoldfastWarning, InertError, require_number
-from ..penalty import Drawn, Term
+from ..penalty import Drawn, Quadratic, Term
 from .budget import Budget, Spent
 from .guard import (
     Watch,
@@ -24,6 +24,7 @@ from .guard import (
     require_something_trains,
     warn_of_weight_decay,
 )
+from .proximal import Proximal
 from .rotation import Rotation
 
 # Weak on both sides: the optimizer's own hooks keep its handle alive.
@@ -42,8 +43,10 @@ class Handle:
         strength: float,
         rotation: Rotation | None = None,
         budget: Budget | None = None,
+        proximal: Proximal | None = None,
     ) -> None:
         self._optimizers = optimizers
+        self._proximal = proximal
         self._model = model
         self._terms = terms
         self._num_data = num_data
@@ -230,7 +233,10 @@ class Handle:
         loss_scale = getattr(optimizer, "grad_scale", None)
         ours = {id(parameter) for parameter in parameters(optimizer) if parameter.requires_grad}
         factor = scale if loss_scale is None else scale * loss_scale
-        value: Tensor = sum(term.add_gradient_(self._model, factor, ours) for term in self._terms)  # type: ignore[assignment]
+        pulling = [term for term in self._terms if not (self._proximal is not None and isinstance(term, Quadratic))]
+        value: Tensor = sum(
+            (term.add_gradient_(self._model, factor, ours) for term in pulling), start=torch.zeros(())
+        )  # fmt: skip
         watch = self._watches[id(optimizer)]
         if not watch.satisfied and scale != 0 and bool(value > 0):
             watch.before(self._held, ours)
@@ -243,6 +249,9 @@ class Handle:
             del self._steps_under_way[id(optimizer)]
             if self._rotation is not None:
                 self._rotation.after(self._held)
+            if self._proximal is not None and self._held:
+                ours = {id(parameter) for parameter in parameters(optimizer) if parameter.requires_grad}
+                self._proximal.after(optimizer, self._model, self.strength / self._num_data, ours)
             self._watches[id(optimizer)].after(optimizer)
             if self._budget is not None:
                 self._budget.finished = None  # what is trained on is not finished

@@ -1,0 +1,215 @@
+"""The pull as a step of its own: the same end as in the gradients, by the equations, at any strength."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import holdfast
+from holdfast import Diagonal, Posterior
+
+OPTIMIZERS = {
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.1),
+    "momentum": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),
+    "nesterov": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9, nesterov=True),
+    "adam": lambda params: torch.optim.Adam(params, lr=0.05),
+    "amsgrad": lambda params: torch.optim.Adam(params, lr=0.05, amsgrad=True),
+    "adamw": lambda params: torch.optim.AdamW(params, lr=0.05, weight_decay=0.0),
+    "fused": lambda params: torch.optim.Adam(params, lr=0.05, fused=True),
+}
+
+
+def line(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(50, 3, generator=generator, dtype=torch.double)
+    return x, x @ torch.tensor([[1.0], [-2.0], [0.5]], dtype=torch.double)
+
+
+def made() -> tuple[nn.Linear, Posterior]:
+    torch.manual_seed(1)
+    model = nn.Linear(3, 1, bias=False).double()
+    mean = {"weight": torch.tensor([[0.5, 0.5, 0.5]], dtype=torch.double)}
+    return model, Posterior(mean, Diagonal({"weight": torch.tensor([[1.0, 30.0, 200.0]], dtype=torch.double)}))
+
+
+def trained(model, posterior, optimizer, steps: int, **options) -> None:
+    x, y = line()
+    with holdfast.hold(optimizer, model, posterior, num_data=50, proximal=True, **options):
+        for step in range(steps):
+            if step == steps // 2:
+                for group in optimizer.param_groups:
+                    group["lr"] *= 0.02
+            optimizer.zero_grad()
+            (0.5 * (model(x) - y).square().mean()).backward()
+            optimizer.step()
+
+
+@pytest.mark.parametrize("strength", [1.0, 1e6])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_it_rests_at_the_maximum_of_the_posterior(name, strength):
+    model, posterior = made()
+    trained(model, posterior, OPTIMIZERS[name](model.parameters()), 3000, strength=strength)
+    x, y = line()
+    held = strength * posterior.precision.entries["weight"][0] / 50
+    best = torch.linalg.solve(x.T @ x / 50 + held.diag(), x.T @ y / 50 + (held * 0.5).unsqueeze(1)).T
+    torch.testing.assert_close(model.weight.detach(), best, atol=2e-4, rtol=0)
+
+
+def test_where_the_gradient_diverges_it_does_not():
+    ends = []
+    for proximal in (False, True):
+        model, posterior = made()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        x, y = line()
+        handle = holdfast.hold(optimizer, model, posterior, num_data=50, strength=1e4, proximal=proximal)
+        for _ in range(100):
+            optimizer.zero_grad()
+            (0.5 * (model(x) - y).square().mean()).backward()
+            optimizer.step()
+        handle.remove()
+        ends.append(model.weight.detach())
+    assert not bool(ends[0].isfinite().all())
+    torch.testing.assert_close(ends[1], posterior.mean["weight"], atol=0.02, rtol=0)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_step_is_that_of_the_equation(name):
+    """θ ← μ + (θ' − μ)/(1 + a s Λ/N), θ' and a from the optimizer alone."""
+    free, _ = made()
+    model, posterior = made()
+    x, y = line()
+    other, optimizer = OPTIMIZERS[name](free.parameters()), OPTIMIZERS[name](model.parameters())
+    with holdfast.hold(optimizer, model, posterior, num_data=50, strength=7.0, proximal=True):
+        for net, each in ((free, other), (model, optimizer)):
+            (0.5 * (net(x) - y).square().mean()).backward()
+            each.step()
+    group, state = other.param_groups[0], other.state[free.weight]
+    if "momentum" in group:
+        size = group["lr"] / (1 - group["momentum"])
+    else:
+        size = group["lr"] / ((state["exp_avg_sq"] / (1 - group["betas"][1])).sqrt() + group["eps"])
+    mean, entries = posterior.mean["weight"], posterior.precision.entries["weight"]
+    expected = mean + (free.weight.detach() - mean) / (1 + size * 7.0 * entries / 50)
+    torch.testing.assert_close(model.weight.detach(), expected)
+
+
+def kronecker() -> tuple[nn.Module, Posterior, list]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    data = [(torch.randn(30, 4, dtype=torch.double), torch.arange(30) % 3)]
+    fisher = holdfast.kronecker_fisher(model, data, holdfast.categorical)
+    return model, holdfast.consolidate(holdfast.prior(model, 0.5), model, fisher), data
+
+
+def test_kronecker_factors_are_solved_in_their_eigenvectors():
+    model, posterior, data = kronecker()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+    x, y = data[0]
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    with holdfast.hold(optimizer, model, posterior, num_data=30, strength=50.0, proximal=True):
+        F.cross_entropy(model(x + 1), y).backward()
+        optimizer.step()
+    order, after = list(posterior.precision.shapes), dict(model.named_parameters())
+    free = torch.cat([(before[n] - 0.1 * after[n].grad - posterior.mean[n]).flatten() for n in order])
+    matrix = torch.eye(len(free), dtype=torch.double) + 0.2 * 50.0 / 30 * posterior.precision.dense()
+    expected = torch.linalg.solve(matrix, free)
+    found = torch.cat([(after[n].detach() - posterior.mean[n]).flatten() for n in order])
+    torch.testing.assert_close(found, expected)
+
+
+def test_kronecker_factors_at_a_million_stay():
+    model, posterior, data = kronecker()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    x, y = data[0]
+    with holdfast.hold(optimizer, model, posterior, num_data=30, strength=1e6, proximal=True) as handle:
+        for _ in range(50):
+            optimizer.zero_grad()
+            F.cross_entropy(model(x + 1), y).backward()
+            optimizer.step()
+        assert handle.penalty < 1e-3
+        assert handle.metrics()["holdfast/steps"] == 50
+
+
+def test_a_closure_and_accumulation_change_nothing():
+    ends = []
+    for how in ("plain", "closure", "accumulated"):
+        model, posterior = made()
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+        x, y = line()
+
+        def closure(model=model, optimizer=optimizer, x=x, y=y):
+            optimizer.zero_grad()
+            loss = 0.5 * (model(x) - y).square().mean()
+            loss.backward()
+            return loss
+
+        with holdfast.hold(optimizer, model, posterior, num_data=50, strength=3.0, proximal=True):
+            for _ in range(5):
+                if how == "closure":
+                    optimizer.step(closure)
+                    continue
+                optimizer.zero_grad()
+                for rows in (slice(0, 50),) if how == "plain" else (slice(0, 25), slice(25, 50)):
+                    (0.5 * (model(x[rows]) - y[rows]).square().sum() / 50).backward()
+                optimizer.step()
+        ends.append(model.weight.detach())
+    torch.testing.assert_close(ends[1], ends[0])
+    torch.testing.assert_close(ends[2], ends[0])
+
+
+def test_a_step_that_a_fused_optimizer_skips_is_skipped():
+    model, posterior = made()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.05, fused=True)
+    x, y = line()
+    with holdfast.hold(optimizer, model, posterior, num_data=50, strength=3.0, proximal=True):
+        for skipped in (0.0, 1.0):
+            optimizer.zero_grad()
+            (0.5 * (model(x) - y).square().mean()).backward()
+            before = model.weight.detach().clone()
+            optimizer.grad_scale, optimizer.found_inf = torch.ones(()), torch.tensor(skipped)
+            optimizer.step()
+            assert torch.equal(model.weight.detach(), before) == bool(skipped)
+        del optimizer.grad_scale, optimizer.found_inf
+
+
+def test_other_terms_stay_in_the_gradients():
+    model, posterior = made()
+    x, _ = line()
+    probes = holdfast.kept_inputs(x)
+    term = holdfast.distill(model, holdfast.prior(model), probes, holdfast.gaussian(1.0))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with torch.no_grad():
+        model.weight.add_(1.0)
+    before = model.weight.detach().clone()
+    with holdfast.hold(optimizer, model, [posterior, term], num_data=50, proximal=True):
+        (0.0 * model.weight.sum()).backward()
+        optimizer.step()
+    free = before - 0.1 * model.weight.grad
+    assert bool(model.weight.grad.any())
+    mean, entries = posterior.mean["weight"], posterior.precision.entries["weight"]
+    torch.testing.assert_close(model.weight.detach(), mean + (free - mean) / (1 + 0.1 * entries / 50))
+
+
+def test_what_has_no_closed_form_is_refused_with_what_to_do():
+    model, posterior, _ = kronecker()
+    with pytest.raises(holdfast.ArgumentError, match=r"Adam has one for each coordinate.*Leave it out"):
+        holdfast.hold(torch.optim.Adam(model.parameters()), model, posterior, num_data=30, proximal=True)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(holdfast.ArgumentError, match="neither turned"):
+        holdfast.hold(sgd, model, posterior, num_data=30, proximal=True, rotate=True)
+    line_model, diagonal = made()
+    with pytest.raises(holdfast.ArgumentError, match=r"RMSprop.*Leave it out"):
+        holdfast.hold(torch.optim.RMSprop(line_model.parameters()), line_model, diagonal, num_data=30, proximal=True)
+    climbing = torch.optim.SGD(line_model.parameters(), lr=0.1, maximize=True)
+    with pytest.raises(holdfast.ArgumentError, match="maximize"):
+        holdfast.hold(climbing, line_model, diagonal, num_data=30, proximal=True)
+    dense = Posterior(diagonal.mean, holdfast.Dense({"weight": torch.Size([1, 3])}, torch.eye(3, dtype=torch.double)))
+    plain = torch.optim.SGD(line_model.parameters(), lr=0.1)
+    with pytest.raises(holdfast.ArgumentError, match="not for Dense"):
+        holdfast.hold(plain, line_model, dense, num_data=30, proximal=True)
+    parted = torch.optim.SGD([{"params": [p], "lr": 0.1 * (i + 1)} for i, p in enumerate(model.parameters())], lr=0.1)
+    handle = holdfast.hold(parted, model, posterior, num_data=30, proximal=True)
+    model(torch.randn(2, 4, dtype=torch.double)).sum().backward()
+    with pytest.raises(holdfast.ArgumentError, match=r"`0.weight` in one parameter group"):
+        parted.step()
+    handle._detach()
