@@ -272,7 +272,7 @@ def variational() -> list[str]:
         found = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
         lines += ["", f"{found['device']}, torch {found['torch']}, {found['date']}:", "", cost_table(found["models"])]
     for what, table in (("predictive", predictive_table), ("pruning", pruning_table)):
-        for data in ("", "-mnist"):
+        for data in (each for each in ("", "-mnist") if (RESULTS / f"{what}{each}.json").exists()):
             found = json.loads((RESULTS / f"{what}{data}.json").read_text(encoding="utf-8"))
             seeds = len({run["seed"] for run in found["runs"]})
             kind = {"predictive": "predictions", "pruning": "accuracy in % with weights removed"}[what]

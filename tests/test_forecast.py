@@ -482,7 +482,7 @@ class TestBudget:
         posterior = holdfast.consolidate(holdfast.prior(model), model, fisher)
         optimizer = torch.optim.Adam(model.parameters())
         with pytest.warns(holdfast.HoldfastWarning, match=r"local estimate.*does not see `1.running_mean`") as said:
-            holdfast.hold(optimizer, model, posterior, num_data=len(x), budget=0.05)
+            holdfast.hold(optimizer, model, posterior, num_data=len(x), budget=0.05, freeze_statistics=False)
         assert said[0].filename == __file__
 
     @pytest.mark.parametrize("way", ["finish", "remove", "with"])
@@ -513,7 +513,7 @@ class TestBudget:
         model.train()
         fit(
             model, x + 1.0, clouds(turn=0.8)[1], 60,
-            lambda o: holdfast.hold(o, model, memory, num_data=len(x), budget=0.05),
+            lambda o: holdfast.hold(o, model, memory, num_data=len(x), budget=0.05, freeze_statistics=False),
         )  # fmt: skip
         model.eval()
         assert loss(model, x, y) - before < 0.07

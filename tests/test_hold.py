@@ -712,3 +712,48 @@ class TestTheGuard:
             holdfast.MismatchError, match="counts in units of 'example', and num_data=24 is said to count in 'token'"
         ):
             holdfast.hold(optimizer, model, posterior, num_data=N, unit="token")
+
+
+class TestStatistics:
+    """BatchNorm's running statistics, which no parameter holds."""
+
+    def made(self):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)).double()
+        data = [(torch.randn(30, 4).double(), torch.arange(30) % 3)]
+        posterior = holdfast.consolidate(
+            holdfast.prior(model), model, holdfast.diagonal_fisher(model, data, holdfast.categorical)
+        )
+        return model, posterior, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(self, model, optimizer):
+        model.train()
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(5 + torch.randn(8, 4).double()), torch.arange(8) % 3)
+        loss.backward()
+        optimizer.step()
+
+    def test_drift_is_told_and_frozen_statistics_stay_and_are_used(self):
+        model, posterior, optimizer = self.made()
+        with pytest.warns(holdfast.HoldfastWarning, match=r"`1` are not parameters.*freeze_statistics=True"):
+            holdfast.hold(optimizer, model, posterior, num_data=30)._detach()
+        before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        with holdfast.hold(optimizer, model, posterior, num_data=30, freeze_statistics=True):
+            self.step(model, optimizer)
+            assert model[1].training  # the loop's own mode is left alone
+            x = torch.randn(8, 4).double()
+            torch.testing.assert_close(model.train()(x), model.eval()(x))
+            self.step(model, optimizer)
+        for name, buffer in model.named_buffers():
+            assert torch.equal(buffer, before[name]), name
+        with holdfast.hold(optimizer, model, posterior, num_data=30, freeze_statistics=False):
+            self.step(model, optimizer)
+        assert not torch.equal(model[1].running_mean, before["1.running_mean"])
+
+    def test_nothing_to_freeze_is_an_error(self):
+        model = nn.Linear(2, 2)
+        with pytest.raises(holdfast.ArgumentError, match="has no BatchNorm"):
+            holdfast.hold(
+                torch.optim.SGD(model.parameters(), lr=0.1), model, holdfast.prior(model, 1.0), num_data=3,
+                freeze_statistics=True,
+            )  # fmt: skip

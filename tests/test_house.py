@@ -13,9 +13,9 @@ ROOT = Path(holdfast.__file__).parent
 ORDER = [
     "errors", "devices", "identity", "params", "untouched", "elsewhere", "kernels", "likelihood", "precision",
     "curvature", "diagnose", "probes", "posterior", "penalty", "rise", "hold", "distill", "forecast", "file", "head",
-    "variational", "predictive", "pruning", "storage", "bench", "report", "cli",
+    "variational", "predictive", "pruning", "storage", "integrations", "bench", "report", "cli",
 ]  # fmt: skip
-CORE = ORDER[: ORDER.index("bench")]
+CORE = ORDER[: ORDER.index("integrations")]
 
 
 def rooms_imported(path: Path) -> set[str]:
@@ -44,8 +44,8 @@ def test_the_core_imports_torch_and_safetensors_alone():
     """In a fresh interpreter: nothing of the extras is loaded by `import holdfast`."""
     code = (
         "import sys, holdfast; "
-        "print([m for m in ('typer', 'rich', 'matplotlib', 'jinja2', 'sklearn', 'holdfast.bench', 'holdfast.cli') "
-        "if m in sys.modules])"
+        "print([m for m in ('typer', 'rich', 'matplotlib', 'jinja2', 'sklearn', 'transformers', 'lightning', 'peft', "
+        "'holdfast.bench', 'holdfast.cli', 'holdfast.integrations') if m in sys.modules])"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "[]"

@@ -1,6 +1,7 @@
 """The variational optimizer on several processes: replicas go in step, and shards draw noise of their own."""
 
 import copy
+import math
 import sys
 from pathlib import Path
 
@@ -20,7 +21,7 @@ def trained(model: nn.Module, trains: nn.Module, rows: slice, *, memory: float =
     """Some steps on a part of the batch; the posterior, whole, and what this rank drew of the first weight."""
     optimizer = holdfast.IVON(
         model, holdfast.prior(model, 1.0, mean=0.0), holdfast.categorical, num_data=num_data, lr=0.05, start=0.5,
-        betas=(0.9, memory),
+        betas=(0.9, memory), radius=math.inf,
     )  # fmt: skip
     x, y = (each[rows] for each in classes())
     moves, draws = [], []

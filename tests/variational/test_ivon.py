@@ -23,7 +23,8 @@ def around(model: nn.Module, seed: int = 7) -> Posterior:
 
 
 def ivon(model: nn.Module, **options) -> holdfast.IVON:
-    options = {"num_data": 16, "lr": 0.05, "start": 0.5, "betas": (0.8, 0.95), "seed": 1} | options
+    defaults = {"num_data": 16, "lr": 0.05, "start": 0.5, "betas": (0.8, 0.95), "radius": math.inf, "seed": 1}
+    options = defaults | options
     return holdfast.IVON(model, options.pop("prior", None) or around(model), holdfast.categorical, **options)
 
 

@@ -52,6 +52,7 @@ class Distilled:
         terms += [self._term(model, old, kept, task, trainer) for old, kept in self._groups()]
         trainer.fit(model, task, lambda optimizer: hold(
             optimizer, model, terms, num_data=training.count(task.train), strength=self.strength, unit=training.unit,
+            freeze_statistics=False,
         ))  # fmt: skip
 
     def remember(self, model: nn.Module, task: Task, trainer: Trainer) -> None:

@@ -93,7 +93,7 @@ class Held:
             return
         trainer.fit(model, task, lambda optimizer: hold(
             optimizer, model, posterior, num_data=training.count(task.train), strength=self.strength,
-            unit=training.unit, rotate=self.rotate, proximal=self.proximal,
+            unit=training.unit, rotate=self.rotate, proximal=self.proximal, freeze_statistics=False,
         ))  # fmt: skip
 
     def remember(self, model: nn.Module, task: Task, trainer: Trainer) -> None:
@@ -120,7 +120,7 @@ class Recorded:
         def attached(optimizer: Optimizer) -> Iterator[None]:
             held = nullcontext() if posterior is None else hold(
                 optimizer, model, posterior, num_data=training.count(task.train), strength=self.strength,
-                unit=training.unit,
+                unit=training.unit, freeze_statistics=False,
             )  # fmt: skip
             with held, recorded_path(optimizer, model) as self.path:
                 yield

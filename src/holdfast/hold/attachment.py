@@ -21,6 +21,7 @@ from .handle import Handle
 from .proximal import Proximal
 from .reused import Reused
 from .rotation import Rotation
+from .statistics import Frozen, warn_of_drift
 
 Held = Posterior | Memory | Term
 
@@ -36,6 +37,7 @@ def hold(
     every: int = 1,
     rotate: bool = False,
     proximal: bool = False,
+    freeze_statistics: bool | None = None,
     budget: float | None = None,
     forward: Callable[[nn.Module, Any], Any] | None = None,
 ) -> Handle:
@@ -53,6 +55,9 @@ def hold(
     `proximal=True` takes the pull as a step of its own after the optimizer's, with the optimizer's own step size for
     each coordinate: it ends at the same weights, and is stable at any strength where the gradient would diverge. For
     diagonals under SGD, Adam and AdamW, and for Kronecker factors under SGD.
+
+    BatchNorm's running statistics are no parameters and follow the new data: `freeze_statistics=True` keeps them, and
+    normalizes by them in training too; False lets them, without a warning.
 
     With `budget`, the old loss may rise by at most so many nats per old example: the strength then follows what is
     spent, which a memory with probes and answers tells best, and `finish()` (or the end of the `with` block) brings the
@@ -96,11 +101,15 @@ def hold(
     allowed = None if budget is None else Budget(budget, _one(posterior), terms, forward)
     step = Proximal(quadratics, optimizers) if proximal else None
     handle = Handle(optimizers, model, terms, count, strength, turn, allowed, step)
+    if freeze_statistics is None and any(each.num_data for each in held):
+        warn_of_drift(model, stacklevel=2)
     if allowed is not None:
         allowed.ready(model)
         if caution := allowed.caution(model):
             warnings.warn(caution, HoldfastWarning, stacklevel=2)
     handle._attach()
+    if freeze_statistics:
+        handle.statistics = Frozen(model)
     return handle
 
 

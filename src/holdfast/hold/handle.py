@@ -26,6 +26,7 @@ from .guard import (
 )
 from .proximal import Proximal
 from .rotation import Rotation
+from .statistics import Frozen
 
 # Weak on both sides: the optimizer's own hooks keep its handle alive.
 _held_by: WeakKeyDictionary[Optimizer, ReferenceType[Handle]] = WeakKeyDictionary()
@@ -47,6 +48,7 @@ class Handle:
     ) -> None:
         self._optimizers = optimizers
         self._proximal = proximal
+        self.statistics: Frozen | None = None
         self._model = model
         self._terms = terms
         self._num_data = num_data
@@ -168,6 +170,8 @@ class Handle:
     def _detach(self) -> None:
         for hook in self._hooks:
             hook.remove()
+        if self.statistics is not None:
+            self.statistics.remove()
         self._hooks.clear()
         for optimizer in self._optimizers:
             if _holder(optimizer) is self:

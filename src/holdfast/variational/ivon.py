@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -35,7 +34,7 @@ class IVON(Optimizer):
 
         θ ~ N(m, 1/(N(h + s))),  ĝ = ∇ mean loss at θ,  ĥ = ĝ (θ − m) N (h + s),  s = Λ₀/N
         g ← β₁g + (1 − β₁)ĝ,  h ← β₂h + (1 − β₂)ĥ + ½(1 − β₂)²(h − ĥ)²/(h + s)
-        m ← m − lr (g/(1 − β₁ᵗ) + s(m − μ₀)) / (h + s)
+        m ← m − lr (g/(1 − β₁ᵗ) + s(m − μ₀)) / (h + s), what lr multiplies being no longer than `radius`
 
         optimizer = holdfast.IVON(model, prior, holdfast.categorical, num_data=len(data), lr=...)
         for x, y in loader:
@@ -58,7 +57,7 @@ class IVON(Optimizer):
         lr: float = 0.01,
         betas: tuple[float, float] = (0.9, 0.999),
         start: float = 0.03,
-        radius: float = math.inf,
+        radius: float = 0.1,
         options: Mapping[str, Mapping[str, Any]] | None = None,
         seed: int = 0,
     ) -> None:
