@@ -9,6 +9,7 @@ python benchmarks/tables.py forecast     # those of docs/forecast.md
 python benchmarks/tables.py diagnosis # those of docs/diagnosis.md
 python benchmarks/tables.py strength # that of docs/strength.md
 python benchmarks/tables.py variational # those of docs/variational.md
+python benchmarks/tables.py trainers # that of docs/trainers.md
 """
 
 from __future__ import annotations
@@ -281,11 +282,22 @@ def variational() -> list[str]:
     return lines
 
 
+def trainers() -> list[str]:
+    from proximal import table
+
+    found = json.loads((RESULTS / "proximal.json").read_text(encoding="utf-8"))
+    seeds = len({one["seed"] for one in found["runs"]})
+    said = f"Percent right over all tasks by strength, {seeds} seeds, {found['device']}, {found['date']}:"
+    return [said, "", table(found["runs"])]
+
+
 def diagonals(protocols: tuple[str, ...]) -> list[str]:
     """The bench's runs at strength 1 of everything that keeps a number for each weight, whatever machine made them."""
     found = [one for bundle in sorted((RESULTS / "bench").glob("*.jsonl")) for one in collected(bundle)]
     lines = [f"| | {' | '.join(protocols)} | `vcl`: learning, s |", "|---|" + "---|" * (len(protocols) + 1)]
     for method in DIAGONALS:
+        if not any(one.run.method == method and one.protocol in protocols for one in found):
+            continue
         cells, seconds = [], ""
         for protocol in protocols:
             mine = [one for one in found if (one.protocol, one.run.method) == (protocol, method)]
@@ -320,6 +332,7 @@ PAGES = {
     "diagnosis": diagnosis,
     "strength": strength,
     "variational": variational,
+    "trainers": trainers,
 }
 
 if __name__ == "__main__":

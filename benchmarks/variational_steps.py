@@ -75,7 +75,13 @@ class Way:
 
     def alone(self) -> None:
         """The optimizer's part of a step, on the gradients that the last one left."""
-        self.optimizer.step(lambda: None)  # which IVON runs at a draw
+        grads = [(p, p.grad) for p in self.model.parameters()]
+
+        def again() -> None:  # which IVON runs at a draw
+            for p, grad in grads:
+                p.grad = None if grad is None else grad.detach()
+
+        self.optimizer.step(again)
 
 
 def measured(name: str, rounds: int, device: str) -> dict[str, Any]:

@@ -70,7 +70,18 @@ def test_the_programs_of_the_curvature_page_run_and_print_what_it_says(capsys):
 
 @pytest.mark.parametrize(
     "name",
-    ["bench", "curvature", "diagnosis", "distillation", "forecast", "head", "strength", "structures", "variational"],
+    [
+        "bench",
+        "curvature",
+        "diagnosis",
+        "distillation",
+        "forecast",
+        "head",
+        "strength",
+        "structures",
+        "trainers",
+        "variational",
+    ],
 )
 def test_the_tables_are_those_of_the_results(name):
     root = Path(__file__).parent.parent
