@@ -142,6 +142,16 @@ def aliases(model: nn.Module) -> dict[str, tuple[str, ...]]:
     return _named(model)[1]
 
 
+def adapted(model: nn.Module) -> list[str]:
+    """The parameters that adapters are added to as they run (LoRA, not merged): their values are not what is used."""
+    found = []
+    for prefix, module, _ in _walked(model):
+        kinds = {base.__name__ for base in type(module).__mro__}
+        if "BaseTunerLayer" in kinds and not module.merged and not module.disable_adapters and module.active_adapters:
+            found += [f"{prefix}{key}" for key, _ in module.base_layer.named_parameters(recurse=False)]  # type: ignore[union-attr]
+    return found
+
+
 def unwrapped(model: nn.Module) -> nn.Module:
     """The model inside data-parallel and compilation wrappers, whose own forward does more than the model's."""
     while type(model).__name__ in ("DistributedDataParallel", "DataParallel", "OptimizedModule"):
@@ -184,9 +194,11 @@ def matched(
 
     missing = [name for name in wanted if name not in found]
     if wanted and len(missing) == len(wanted):
+        merged = " Its adapter may have been merged into the weights, which its memory does not know."
         raise InertError(
             "no parameter of the memory is in this model, so nothing would be held. "
             f"The memory has {some(wanted)}; the model has {some(found)}."
+            + (merged if any(part.startswith("lora_") for name in missing for part in name.split(".")) else "")
         )
     wrong = [f"it has {some(missing)}, which the model lacks"] if missing else []
     smaller = larger = False

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ArgumentError, MismatchError
-from ..params import all_parameters, matched, shapes, some, unwrapped
+from ..params import adapted, all_parameters, matched, shapes, some, unwrapped
 from ..posterior import Memory, Posterior, as_posterior
 from ..probes import Answers
 from ..rise import ByProbes, asked, missing
@@ -108,6 +108,12 @@ def forecast(
         return Forecast(sum(parts.values()), parts, None, _doubts(known, [], None), known.unit, lacks)
     inner = unwrapped(model)
     params = matched(inner, shapes(known.mean), ties=known.ties)
+    beside = [name for name in adapted(inner) if name in known.mean]
+    if beside:
+        raise MismatchError(
+            f"an adapter is added to {some(beside)} as the model runs, which a memory of the weights does not see. "
+            "Merge it for the forecast, model.merge_adapter(), and take it out again after it."
+        )
     parts = _parts(known, known.delta({name: p.detach().to(known.mean[name].device) for name, p in params.items()}))
     found, lacks, against = None, missing(posterior), []
     if isinstance(posterior, Memory) and posterior.answers is not None and not lacks:

@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..errors import ArgumentError, HoldfastWarning, MismatchError, require_number
+from ..params import adapted, some
 from ..penalty import Quadratic, Term
 from ..posterior import Memory, Posterior, as_posterior
 from ..posterior.product import require_counted_once
@@ -79,7 +80,8 @@ def hold(
                 f"{unit!r}. Give the number of {term.unit}s in the new data, and unit={term.unit!r}."
             )
     posteriors = [term.posterior for term in terms if isinstance(term, Quadratic)]
-    require_counted_once(posteriors)
+    known = [getattr(term, "posterior", None) for term in terms]  # quadratics in other spaces have one too
+    require_counted_once([each for each in known if isinstance(each, Posterior)])
     optimizers = [_innermost(each) for each in (optimizer if isinstance(optimizer, Sequence) else [optimizer])]
     if not optimizers or not terms:
         raise ArgumentError("hold needs at least one optimizer and one posterior.")
@@ -89,6 +91,8 @@ def hold(
             raise ArgumentError("LBFGS compares losses within a step, and needs a pull that is up to date: every=1.")
         terms = [Reused(term, every) if isinstance(term, Quadratic) else term for term in terms]
     held = [each.precision for each in posteriors if each.precision.shapes]
+    if (proximal or every > 1) and not posteriors:
+        raise ArgumentError("proximal and every are about the pull of a posterior, and none is held to here.")
     if proximal and (rotate or every > 1):
         raise ArgumentError("proximal=True is a step of its own: neither turned (rotate) nor put off (every).")
     quadratics = [term for term in terms if isinstance(term, Quadratic) and term.posterior.precision.shapes]
@@ -149,6 +153,12 @@ def _as_term(held: Held, model: nn.Module) -> Term:
         return held
     devices = {parameter.device for parameter in model.parameters()}
     posterior = as_posterior(held)
+    beside = [name for name in adapted(model) if name in posterior.precision.shapes]
+    if beside:
+        raise MismatchError(
+            f"an adapter is added to {some(beside)} as the model runs, which a memory of the weights does not see. "
+            "Hold it in weight space: holdfast.integrations.peft.weight_space(model, memory)."
+        )
     return Quadratic(posterior.to(devices.pop()) if len(devices) == 1 else posterior)
 
 

@@ -1,0 +1,244 @@
+"""Hold a LightningModule while a Trainer fits it, by one callback."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from ..errors import (
+    ArgumentError,
+    BudgetError,
+    HoldfastError,
+    HoldfastWarning,
+    InertError,
+    MismatchError,
+    require_number,
+)
+from ..hold import Handle, hold
+from ..likelihood import Tokens, tokens
+from ..params import matched, shapes
+from ..penalty import Term
+from ..posterior import Memory, Posterior, as_posterior
+
+
+class HoldCallback(Callback):
+    """`holdfast.hold` for a Trainer: attached when training starts, let go when it ends.
+
+        fisher = holdfast.diagonal_fisher(module.net, old_loader, holdfast.categorical)
+        memory = holdfast.consolidate(holdfast.prior(module.net), module.net, fisher)
+
+        trainer = Trainer(callbacks=[HoldCallback(memory, model=lambda module: module.net)])
+        trainer.fit(module, new_loader)
+
+    Automatic and manual optimization, accumulation, clipping, mixed precision, several optimizers and DDP are as
+    without it; the loss of a step must be a mean over its examples. `model` says of which module the memory was made,
+    where that is not the LightningModule itself. The other arguments are those of `holdfast.hold`, and `terms` what to
+    hold to beside the memory.
+
+    `num_data` is by default the length of the training dataset, with what a sampler or `limit_train_batches` leaves out
+    of it. For a memory that counts tokens, the labels that count are counted in one pass over the dataset, if its
+    batches are dicts with `labels`; else it must be given.
+
+    `handle.metrics()` go to the module's log as often as the trainer logs, and at the last step. A budget is finished
+    after the last step, before validation and the last checkpoint. Checkpoints have the memory's identity: training
+    goes on from one with the same memory alone.
+    """
+
+    def __init__(
+        self,
+        memory: Posterior | Memory,
+        *,
+        num_data: float | None = None,
+        strength: float = 1.0,
+        budget: float | None = None,
+        every: int = 1,
+        rotate: bool = False,
+        proximal: bool = False,
+        freeze_statistics: bool | None = None,
+        terms: Sequence[Term] = (),
+        model: Callable[[LightningModule], nn.Module] | None = None,
+        forward: Callable[[nn.Module, Any], Any] | None = None,
+    ) -> None:
+        self._memory = memory
+        self._posterior = as_posterior(memory)
+        self._num_data = None if num_data is None else require_number(num_data, "num_data", positive=True)
+        self._strength = require_number(strength, "strength")
+        self._budget = budget
+        self._every = every
+        self._rotate = rotate
+        self._proximal = proximal
+        self._freeze_statistics = freeze_statistics
+        self._terms = tuple(terms)
+        self._model = model
+        self._forward = forward
+        self._resumed: Mapping[str, Any] = {}
+        self.handle: Handle | None = None  # of this fit, or of the last one
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.handle = None
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        model = pl_module if self._model is None else self._model(pl_module)
+        self._require_fit(model)
+        unit = self._posterior.unit or next((term.unit for term in self._terms if term.unit), "example")
+        self.handle = hold(
+            trainer.optimizers,
+            model,
+            [self._memory, *self._terms],
+            num_data=self._new_data(trainer, unit) if self._num_data is None else self._num_data,
+            strength=self._strength,
+            unit=unit,
+            every=self._every,
+            rotate=self._rotate,
+            proximal=self._proximal,
+            freeze_statistics=self._freeze_statistics,
+            budget=self._budget,
+            forward=self._forward,
+        )
+        if self._budget is not None and self._resumed:
+            self.handle.strength = self._resumed["strength"]  # where the budget had brought it
+        self._resumed = {}
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self.handle is None:
+            return
+        if self._budget is not None and trainer.world_size > 1:
+            # Replicas may have statistics of their own (BatchNorm), and see another rise: they go on with one strength.
+            self.handle.strength = trainer.strategy.broadcast(self.handle.strength)
+        # The earliest that a last checkpoint can be saved is in this hook; those callbacks come after all others.
+        self._finish_if_over(trainer)
+        if _is_over(trainer) or trainer._logger_connector.should_update_logs:
+            pl_module.log_dict(self.handle.metrics(), on_step=True, on_epoch=False)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._finish_if_over(trainer)  # the epoch was left before its last batch
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        # Early stopping decides right before a checkpoint is saved.
+        if self._finish_if_over(trainer):
+            checkpoint["state_dict"] = trainer.strategy.lightning_module_state_dict()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.handle is None:
+            return
+        late = self._budget is not None and self.handle.spent is None
+        self.handle.remove()
+        if late and self.handle.spent is not None and self.handle.spent.kept < 1 and trainer.checkpoint_callbacks:
+            warnings.warn(
+                "training was stopped after its last checkpoint was saved, and the budget was finished after it: that "
+                "file has spent more. Save the model again: trainer.save_checkpoint(path).", HoldfastWarning,
+                stacklevel=2,
+            )  # fmt: skip
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.handle is None:
+            raise InertError(
+                f"the trainer made no step (max_epochs={trainer.max_epochs}, max_steps={trainer.max_steps}, "
+                f"{trainer.num_training_batches} batches, at step {trainer.global_step}), so nothing was held. Give it "
+                "something to train, or leave the callback out."
+            )
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        if self.handle is None:
+            return
+        with warnings.catch_warnings():
+            if isinstance(exception, BudgetError):
+                warnings.simplefilter("ignore", HoldfastWarning)  # that there is a budget to finish
+            self.handle.__exit__(type(exception), exception, exception.__traceback__)
+
+    @cached_property
+    def _id(self) -> str:
+        return self._posterior.id
+
+    def state_dict(self) -> dict[str, Any]:
+        strength = self._strength if self.handle is None else self.handle.strength
+        return {"posterior": self._id, "strength": strength}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if state_dict["posterior"] != self._id:
+            raise MismatchError(
+                f"the checkpoint was held to the posterior {state_dict['posterior']}, and this callback holds to "
+                f"{self._id}. Give it the memory that training began with, or start anew from the weights alone."
+            )
+        self._resumed = state_dict
+
+    def _require_fit(self, model: nn.Module) -> None:
+        """Raise for a memory of another model, and say which part of this one it is of, if it is."""
+        wanted, ties = shapes(self._posterior.mean), self._posterior.ties
+        try:
+            matched(model, wanted, ties=ties)
+        except HoldfastError as error:
+            for name, child in model.named_children():
+                try:
+                    matched(child, wanted, ties=ties)
+                except HoldfastError:
+                    continue
+                raise MismatchError(
+                    f"the memory is of `{name}`, and this is a {type(model).__name__} with a `{name}` in it. Say so: "
+                    f"HoldCallback(memory, model=lambda module: module.{name})."
+                ) from error
+            raise
+
+    def _new_data(self, trainer: Trainer, unit: str) -> float:
+        """How much new data there is, in the memory's unit."""
+        loader = trainer.train_dataloader
+        dataset = getattr(loader, "dataset", None)
+        if dataset is None or not hasattr(dataset, "__len__"):
+            what = type(loader).__name__ if dataset is None else type(dataset).__name__
+            raise ArgumentError(
+                f"a {what} does not tell how many {unit}s there are to train on. Give their number: "
+                "HoldCallback(memory, num_data=...)."
+            )
+        if unit == "example":
+            return len(dataset)
+        known = {tokens(shift=shift).name: tokens(shift=shift) for shift in (True, False)}
+        names = {source.likelihood for source in self._posterior.sources if source.unit == unit}
+        if unit != "token" or len(names) != 1 or not names <= set(known) or not isinstance(loader, DataLoader):
+            raise ArgumentError(
+                f"this memory counts {unit}s, and how many the {len(dataset)} new examples have is not known. Give "
+                "their number: HoldCallback(memory, num_data=...)."
+            )
+        return _labels(loader, known[names.pop()])
+
+    def _finish_if_over(self, trainer: Trainer) -> bool:
+        """Bring the model inside its budget when no step follows; whether there was one to finish."""
+        if self._budget is None or self.handle is None or not self.handle.steps or not _is_over(trainer):
+            return False
+        if self.handle.spent is None:
+            self.handle.finish()
+        return True
+
+
+def _is_over(trainer: Trainer) -> bool:
+    """Whether no step follows the last one, in the hooks after a batch and after an epoch."""
+    if trainer.max_steps != -1 and trainer.global_step >= trainer.max_steps:
+        return True
+    epochs = -1 if trainer.max_epochs is None else trainer.max_epochs
+    if epochs != -1 and trainer.is_last_batch and trainer.current_epoch + 1 >= epochs:
+        return True
+    return trainer.should_stop and trainer.fit_loop._can_stop_early
+
+
+def _labels(loader: DataLoader[Any], likelihood: Tokens) -> float:
+    """The labels that count, in the whole dataset: in no order, and without a draw from the random generators."""
+    size = None if loader.batch_sampler is None else 8
+    total = 0
+    with isolate_rng():
+        for batch in DataLoader(loader.dataset, batch_size=size, collate_fn=loader.collate_fn):
+            labels = batch.get("labels") if isinstance(batch, Mapping) else None
+            if not isinstance(labels, Tensor) or labels.ndim != 2:
+                raise ArgumentError(
+                    f"this memory counts tokens, and the batches ({type(batch).__name__}) have no `labels` of shape "
+                    "(batch, positions) to count them by. Give their number: HoldCallback(memory, num_data=...)."
+                )
+            total += int(likelihood.count(len(labels), labels))
+    return total

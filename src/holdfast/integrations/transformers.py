@@ -1,0 +1,244 @@
+"""Hold a model while a Trainer of transformers or TRL trains it, and keep a memory of what one was trained on."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import nn
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import CallbackHandler
+
+from ..curvature import kronecker_fisher
+from ..errors import ArgumentError, HoldfastWarning, MismatchError
+from ..forecast import forecast
+from ..hold import Handle, hold
+from ..likelihood import Likelihood
+from ..params import unwrapped
+from ..penalty import Term
+from ..posterior import Memory, Posterior, as_posterior, consolidate, prior
+from ..precision import Precision
+from .collated import count, examples, in_order, known_likelihood, logits
+
+if TYPE_CHECKING:
+    from transformers import Trainer
+
+_RECORD = "holdfast"  # under this name in a checkpoint's trainer_state.json
+
+
+class HoldCallback(TrainerCallback):
+    """Holds the model to `memory` while a Trainer, or TRL's SFTTrainer, trains it.
+
+        trainer = Trainer(model, args, train_dataset=new, callbacks=[HoldCallback(memory)])
+        trainer.train()
+
+    `num_data` is how much new data there is, in the memory's unit: left out, the training set's examples, or its
+    tokens that are predicted, counted once through the collator. `terms` are held to beside the memory, which may be
+    a term itself. The other arguments are those of `holdfast.hold`.
+
+    The numbers of `Handle.metrics` stand in the trainer's log, once a step, and at evaluations and at the end the
+    `forecast`. A budget is finished before the last checkpoint; of weights that `load_best_model_at_end` puts back it
+    is finished again, in the model and not on disk. A run is resumed with the memory it began with, and then goes on
+    to the bit (with `every` above 1, from a multiple of it; terms that draw begin anew).
+    """
+
+    def __init__(
+        self,
+        memory: Posterior | Memory | Term,
+        *,
+        num_data: float | None = None,
+        strength: float = 1.0,
+        terms: Sequence[Posterior | Memory | Term] = (),
+        every: int = 1,
+        rotate: bool = False,
+        proximal: bool = False,
+        freeze_statistics: bool | None = None,
+        budget: float | None = None,
+        forward: Callable[[nn.Module, Any], Any] | None = None,
+        forecast: bool = True,
+    ) -> None:
+        if not hasattr(memory, "add_gradient_"):
+            as_posterior(memory)  # raises for what is neither
+        self.held, self.num_data = [memory, *terms], num_data
+        self.handle: Handle | None = None  # of this training, or of the last one
+        self._budget, self._forward = budget, forward
+        self._known = memory if forecast and isinstance(memory, (Posterior, Memory)) and memory.num_data else None
+        self._options: dict[str, Any] = {
+            "strength": strength, "every": every, "rotate": rotate, "proximal": proximal, "budget": budget,
+            "freeze_statistics": freeze_statistics, "forward": None if budget is None else forward,
+        }  # fmt: skip
+        self._identity: list[str] = []
+        self._training = self._ended = False  # ended: resumed at its last step
+        self._logged = self._saved = -1  # the steps at which that was last done
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self._training and self.handle is not None:
+            self.handle._detach()  # the last run was left by an error
+        self._training, self._logged, self._saved = False, -1, -1
+        self._step_forward(sys._getframe(1).f_locals.get("self"))
+        self._identity = _identities(self.held)
+        before = _records(state).get(_RECORD, {})
+        self._require_same_memory(before)
+        unit = next((each.unit for each in self.held if each.unit), "example")
+        model, loader = kwargs["model"], kwargs["train_dataloader"]
+        num_data = count(loader, model, unit, args.train_batch_size) if self.num_data is None else self.num_data
+        self.handle = hold(kwargs["optimizer"], model, self.held, num_data=num_data, unit=unit, **self._options)
+        self._training, self._ended = True, state.global_step >= state.max_steps
+        if self._budget is not None and "budget" in before:
+            _put_back(self.handle, before["budget"])
+        self._note(state)
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if state.global_step >= state.max_steps or control.should_training_stop:
+            self._finish()
+        self._note(state)
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._saved = state.global_step
+
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> TrainerControl:
+        # Where an evaluation or another callback stopped the training, its last checkpoint may be written already.
+        if control.should_training_stop and self._finish() and self._saved == state.global_step:
+            control.should_save = True
+        return control
+
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if not self._training or self.handle is None:
+            return
+        # On every process, for sharded weights are summed over all of them; written by one.
+        logs: dict[str, float] = kwargs["logs"]
+        found = self.handle.metrics() if self._logged != state.global_step else {}
+        self._logged = state.global_step
+        if self._known is not None and ("train_runtime" in logs or any(key.startswith("eval_") for key in logs)):
+            told = forecast(kwargs["model"], self._known, forward=self._forward)
+            found["holdfast/forecast"] = told.rise
+            if told.probes is not None:
+                found["holdfast/forecast_safe"] = told.safe
+        if state.is_world_process_zero:
+            logs.update(found)
+            state.log_history[-1].update(found)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if not self._training or self.handle is None:
+            return
+        self._training = False
+        if self._ended and not self.handle.steps:
+            return self.handle._detach()  # nothing was left to train, and nothing to hold
+        if self._budget is not None and args.load_best_model_at_end and self.handle.steps:
+            self.handle.finish()  # the best weights are others than those that were finished
+        self.handle.remove()
+
+    def _finish(self) -> bool:
+        """Bring the model inside its budget, if there is one and it is not there yet."""
+        if not self._training or self.handle is None or self._budget is None or self.handle.spent is not None:
+            return False
+        self.handle.finish()
+        return True
+
+    def _require_same_memory(self, before: Mapping[str, Any]) -> None:
+        then = before.get("memory", self._identity)
+        if then != self._identity:
+            raise MismatchError(
+                f"this checkpoint was held to the memory {', '.join(then)}, and this run holds to "
+                f"{', '.join(self._identity)}. Give HoldCallback the memory that the run began with, or begin anew "
+                "without resume_from_checkpoint."
+            )
+
+    def _note(self, state: TrainerState) -> None:
+        """What a checkpoint tells of the hold.
+
+        Not as an ExportableState: a callback made anew from a file would be without its memory.
+        """
+        if self._training and self.handle is not None:
+            followed = {} if self._budget is None else {"budget": _put_by(self.handle)}
+            _records(state)[_RECORD] = {"memory": self._identity, **followed}
+
+    def _step_forward(self, handler: Any) -> None:
+        """To the front of the trainer's callbacks: TensorBoard's and others stand before those that a user gives, and
+        would have logged before there is anything of ours in the log."""
+        if isinstance(handler, CallbackHandler) and self in handler.callbacks:
+            handler.callbacks.remove(self)
+            handler.callbacks.insert(0, self)
+
+
+def _records(state: TrainerState) -> dict[str, Any]:
+    """What a checkpoint keeps of callbacks, by name."""
+    return cast("dict[str, Any]", state.stateful_callbacks)
+
+
+def _identities(held: Sequence[Posterior | Memory | Term]) -> list[str]:
+    """Of the posteriors among what is held to, and of those inside memories and terms."""
+    found = (getattr(each, "posterior", each) for each in held)
+    return [each.id for each in found if isinstance(each, Posterior)]
+
+
+def _put_by(handle: Handle) -> dict[str, float]:
+    """Where the strength that follows a budget stands."""
+    budget = handle._budget
+    assert budget is not None
+    return {
+        "strength": handle.strength, "spent": budget.spent, "looks": budget._looks, "hopeless": budget._hopeless,
+    }  # fmt: skip
+
+
+def _put_back(handle: Handle, kept: Mapping[str, float]) -> None:
+    budget = handle._budget
+    assert budget is not None
+    handle.strength, budget.spent = kept["strength"], kept["spent"]
+    budget._looks, budget._hopeless = int(kept["looks"]), int(kept["hopeless"])
+
+
+def memory_from(
+    trainer: Trainer,
+    posterior: Posterior | Memory | None = None,
+    *,
+    likelihood: Likelihood | None = None,
+    fisher: Callable[..., Precision] = kronecker_fisher,
+    limit: int | None = None,
+) -> Memory:
+    """A memory of what a Trainer's model knows of its training set, added to `posterior` if there was one before.
+
+    One pass in the set's own order, by the trainer's collator, without the columns that the model does not take. The
+    `likelihood` is told from the model: `tokens` for language models (their ignored labels do not count),
+    `categorical` for classifiers. `fisher` is `kronecker_fisher`, `diagonal_fisher` or the like, with more arguments
+    by functools.partial. With `limit`, so many examples drawn at random stand for all of them.
+
+        trainer.train()
+        memory = memory_from(trainer)
+        holdfast.save(memory, "memory.safetensors")
+    """
+    if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool) or limit < 1):
+        raise ArgumentError(f"limit is how many examples to go through, 1 or more, got {limit!r}.")
+    _warn_of_what_was_held(trainer, posterior)
+    model = unwrapped(cast("nn.Module", trainer.model))
+    with torch.random.fork_rng(devices=[]):
+        loader = trainer.get_train_dataloader()
+        size = examples(loader, "Take the Fisher of batches of yours, and holdfast.consolidate it.")
+        part = size if limit is None else min(limit, size)
+        batches = in_order(loader, trainer.args.train_batch_size, None if part == size else part)
+        if likelihood is None:
+            likelihood = known_likelihood(model, next(iter(batches)))
+        found = (size / part) * fisher(model, batches, likelihood, forward=logits)
+    if isinstance(posterior, Memory):
+        return consolidate(posterior, model, found)
+    return Memory.of(consolidate(prior(model) if posterior is None else posterior, model, found), model)
+
+
+def _warn_of_what_was_held(trainer: Trainer, posterior: Posterior | Memory | None) -> None:
+    """A memory that leaves out what the model was held to would let it be forgotten at the next task."""
+    known = [] if posterior is None else _identities([posterior])
+    for callback in trainer.callback_handler.callbacks:
+        if isinstance(callback, HoldCallback) and set(_identities(callback.held)) - set(known):
+            warnings.warn(
+                "this trainer was held to a memory that is not given, and what it knows will not be in the new one: "
+                "memory_from(trainer, memory).", HoldfastWarning, stacklevel=3,
+            )  # fmt: skip
