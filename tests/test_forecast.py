@@ -453,7 +453,7 @@ class TestBudget:
         handle = holdfast.hold(optimizer, model, term, num_data=len(x))
         with pytest.raises(holdfast.ArgumentError, match="no budget"):
             handle.finish()
-        handle._detach()
+        handle.detach()
 
     def test_what_is_not_a_number_is_no_budget_kept(self, scene):
         model, memory, x, _ = scene
@@ -464,7 +464,7 @@ class TestBudget:
             other[0].weight[0, 0] = torch.nan
         with pytest.raises(holdfast.BudgetError, match="not a number"):
             handle.finish()
-        handle._detach()
+        handle.detach()
 
     def test_a_quadratic_that_does_not_see_what_trains_keeps_no_budget(self, scene):
         model, _, x, y = scene

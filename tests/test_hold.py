@@ -736,7 +736,7 @@ class TestStatistics:
     def test_drift_is_told_and_frozen_statistics_stay_and_are_used(self):
         model, posterior, optimizer = self.made()
         with pytest.warns(holdfast.HoldfastWarning, match=r"`1` are not parameters.*freeze_statistics=True"):
-            holdfast.hold(optimizer, model, posterior, num_data=30)._detach()
+            holdfast.hold(optimizer, model, posterior, num_data=30).detach()
         before = {name: buffer.clone() for name, buffer in model.named_buffers()}
         with holdfast.hold(optimizer, model, posterior, num_data=30, freeze_statistics=True):
             self.step(model, optimizer)
@@ -757,3 +757,22 @@ class TestStatistics:
                 torch.optim.SGD(model.parameters(), lr=0.1), model, holdfast.prior(model, 1.0), num_data=3,
                 freeze_statistics=True,
             )  # fmt: skip
+
+
+def test_a_hold_goes_on_from_its_state_and_under_no_other_memory():
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    known = holdfast.prior(model, 2.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with holdfast.hold(optimizer, model, known, num_data=10, strength=3.0) as first:
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        state = first.state_dict()
+    second = holdfast.hold(optimizer, model, known, num_data=10)
+    second.load_state_dict(state)
+    assert second.strength == 3.0
+    second.detach()
+    other = holdfast.hold(optimizer, model, holdfast.prior(model, 1.0), num_data=10)
+    with pytest.raises(holdfast.MismatchError, match=f"memory {known.id}, and this one holds to"):
+        other.load_state_dict(state)
+    other.detach()

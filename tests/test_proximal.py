@@ -212,4 +212,4 @@ def test_what_has_no_closed_form_is_refused_with_what_to_do():
     model(torch.randn(2, 4, dtype=torch.double)).sum().backward()
     with pytest.raises(holdfast.ArgumentError, match=r"`0.weight` in one parameter group"):
         parted.step()
-    handle._detach()
+    handle.detach()

@@ -218,7 +218,7 @@ def test_resumed_to_the_bit_with_the_same_memory_alone(name, restore, tmp_path):
     trained(tmp_path / "ended", again, data, HoldCallback(posterior), resume=str(tmp_path / "checkpoint-8"), **saved)
     assert torch.equal(weights(again), straight)
     other = holdfast.Posterior(posterior.mean, 2 * posterior.precision)
-    with pytest.raises(holdfast.MismatchError, match=f"held to the memory {posterior.id}, .* holds to {other.id}"):
+    with pytest.raises(holdfast.MismatchError, match=f"hold to the memory {posterior.id}, .* holds to {other.id}"):
         trained(tmp_path / "other", again, data, HoldCallback(other), resume=str(checkpoint), **saved)
 
 

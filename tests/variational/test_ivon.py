@@ -403,7 +403,7 @@ def test_a_closure_beside_a_hold_is_refused():
     handle = holdfast.hold(optimizer, model, far, num_data=16)
     with pytest.raises(holdfast.ArgumentError, match=r"taken for curvature.*sampled"):
         optimizer.step(lambda: None)
-    handle._detach()
+    handle.detach()
 
 
 def test_some_parameters_have_settings_of_their_own():

@@ -116,7 +116,7 @@ class RecordedPath:
     def remove(self) -> None:
         """End the path at the weights that the model has now. `precision` still works, for these weights."""
         if self._hooks:
-            self._detach()
+            self.detach()
             if self._steps:
                 self._end = self._ended()
                 self._start.clear()
@@ -132,9 +132,9 @@ class RecordedPath:
         if kind is None:
             self.remove()
         else:
-            self._detach()  # the first error is the one to see
+            self.detach()  # the first error is the one to see
 
-    def _detach(self) -> None:
+    def detach(self) -> None:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()

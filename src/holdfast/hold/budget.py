@@ -121,6 +121,14 @@ class Budget:
                 "Freeze it, or keep probes and answers in the memory."
             )
 
+    def state_dict(self) -> dict[str, float]:
+        """Where it stands."""
+        return {"spent": self.spent, "looks": self._looks, "hopeless": self._hopeless}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Go on from where one stood."""
+        self.spent, self._looks, self._hopeless = state["spent"], int(state["looks"]), int(state["hopeless"])
+
     def turn(self, model: nn.Module, strength: float) -> float:
         """After a step: look at what is spent, every few of them, and say which strength to go on with."""
         self._looks += 1

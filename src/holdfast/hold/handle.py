@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import cached_property
 from types import FrameType, TracebackType
 from typing import Any
 from weakref import ReferenceType, WeakKeyDictionary, ref
@@ -13,8 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..errors import ArgumentError, HoldfastWarning, InertError, require_number
+from ..errors import ArgumentError, HoldfastWarning, InertError, MismatchError, require_number
 from ..penalty import Drawn, Quadratic, Term
+from ..posterior import Posterior
 from .budget import Budget, Spent
 from .guard import (
     Watch,
@@ -111,13 +113,36 @@ class Handle:
         """What came of the budget, once it is finished."""
         return None if self._budget is None else self._budget.finished
 
+    def state_dict(self) -> dict[str, Any]:
+        """What resuming needs: which memories it holds to, and where the strength and a budget stand."""
+        budget = {} if self._budget is None else {"budget": self._budget.state_dict()}
+        return {"memories": list(self._identities), "strength": self.strength, **budget}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a saved state; raises where it is of a hold to other memories."""
+        then, now = list(state["memories"]), list(self._identities)
+        if then != now:
+            raise MismatchError(
+                f"this state is of a hold to the memory {', '.join(then)}, and this one holds to {', '.join(now)}. "
+                "Give it the memory that training began with, or begin anew from the weights alone."
+            )
+        self.strength = state["strength"]
+        if self._budget is not None and "budget" in state:
+            self._budget.load_state_dict(state["budget"])
+
+    @cached_property
+    def _identities(self) -> tuple[str, ...]:
+        """Of the posteriors that terms hold to."""
+        known = (getattr(term, "posterior", None) for term in self._terms)
+        return tuple(each.id for each in known if isinstance(each, Posterior))
+
     def remove(self) -> None:
         """Let go, inside the budget if there is one. Raises if an optimizer with something to hold made no step."""
         self._remove()
 
     def _remove(self) -> None:
         attached = bool(self._hooks)
-        self._detach()
+        self.detach()
         if attached and self._budget is not None and self._budget.finished is None and self.steps:
             self._budget.finish(self._model, self.strength, stacklevel=5)
         ids = {id(parameter) for parameter in self._held.values() if parameter.requires_grad}
@@ -137,7 +162,7 @@ class Handle:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if kind is not None:
-            self._detach()  # the first error is the one to see
+            self.detach()  # the first error is the one to see
             if self._budget is not None and self._budget.finished is None and self.steps:
                 warnings.warn(
                     "training was left before its budget was finished: call finish() on the handle before the model is "
@@ -167,7 +192,8 @@ class Handle:
     def _lookup(self) -> dict[str, nn.Parameter]:
         return {name: parameter for term in self._terms for name, parameter in term.held(self._model).items()}
 
-    def _detach(self) -> None:
+    def detach(self) -> None:
+        """Let go at once: nothing is checked, and no budget is finished."""
         for hook in self._hooks:
             hook.remove()
         if self.statistics is not None:

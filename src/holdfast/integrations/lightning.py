@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -102,8 +101,15 @@ class HoldCallback(Callback):
             budget=self._budget,
             forward=self._forward,
         )
-        if self._budget is not None and self._resumed:
-            self.handle.strength = self._resumed["strength"]  # where the budget had brought it
+        if self._resumed:
+            given = self.handle.strength
+            try:
+                self.handle.load_state_dict(self._resumed)
+            except MismatchError:
+                self.handle.detach()
+                raise
+            if self._budget is None:  # then it is the one given now
+                self.handle.strength = given
         self._resumed = {}
 
     def on_train_batch_end(
@@ -155,20 +161,10 @@ class HoldCallback(Callback):
                 warnings.simplefilter("ignore", HoldfastWarning)  # that there is a budget to finish
             self.handle.__exit__(type(exception), exception, exception.__traceback__)
 
-    @cached_property
-    def _id(self) -> str:
-        return self._posterior.id
-
     def state_dict(self) -> dict[str, Any]:
-        strength = self._strength if self.handle is None else self.handle.strength
-        return {"posterior": self._id, "strength": strength}
+        return dict(self._resumed) if self.handle is None else self.handle.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if state_dict["posterior"] != self._id:
-            raise MismatchError(
-                f"the checkpoint was held to the posterior {state_dict['posterior']}, and this callback holds to "
-                f"{self._id}. Give it the memory that training began with, or start anew from the weights alone."
-            )
         self._resumed = state_dict
 
     def _require_fit(self, model: nn.Module) -> None:

@@ -70,7 +70,6 @@ class HoldCallback(TrainerCallback):
             "strength": strength, "every": every, "rotate": rotate, "proximal": proximal, "budget": budget,
             "freeze_statistics": freeze_statistics, "forward": None if budget is None else forward,
         }  # fmt: skip
-        self._identity: list[str] = []
         self._training = self._ended = False  # ended: resumed at its last step
         self._logged = self._saved = -1  # the steps at which that was last done
 
@@ -78,19 +77,18 @@ class HoldCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         if self._training and self.handle is not None:
-            self.handle._detach()  # the last run was left by an error
+            self.handle.detach()  # the last run was left by an error
         self._training, self._logged, self._saved = False, -1, -1
         self._step_forward(sys._getframe(1).f_locals.get("self"))
-        self._identity = _identities(self.held)
-        before = _records(state).get(_RECORD, {})
-        self._require_same_memory(before)
         unit = next((each.unit for each in self.held if each.unit), "example")
         model, loader = kwargs["model"], kwargs["train_dataloader"]
         num_data = count(loader, model, unit, args.train_batch_size) if self.num_data is None else self.num_data
         self.handle = hold(kwargs["optimizer"], model, self.held, num_data=num_data, unit=unit, **self._options)
-        self._training, self._ended = True, state.global_step >= state.max_steps
-        if self._budget is not None and "budget" in before:
-            _put_back(self.handle, before["budget"])
+        self._ended = state.global_step >= state.max_steps
+        before = _records(state).get(_RECORD)
+        if before is not None:
+            self._resume(before)
+        self._training = True
         self._note(state)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -132,7 +130,7 @@ class HoldCallback(TrainerCallback):
             return
         self._training = False
         if self._ended and not self.handle.steps:
-            return self.handle._detach()  # nothing was left to train, and nothing to hold
+            return self.handle.detach()  # nothing was left to train, and nothing to hold
         if self._budget is not None and args.load_best_model_at_end and self.handle.steps:
             self.handle.finish()  # the best weights are others than those that were finished
         self.handle.remove()
@@ -144,14 +142,18 @@ class HoldCallback(TrainerCallback):
         self.handle.finish()
         return True
 
-    def _require_same_memory(self, before: Mapping[str, Any]) -> None:
-        then = before.get("memory", self._identity)
-        if then != self._identity:
-            raise MismatchError(
-                f"this checkpoint was held to the memory {', '.join(then)}, and this run holds to "
-                f"{', '.join(self._identity)}. Give HoldCallback the memory that the run began with, or begin anew "
-                "without resume_from_checkpoint."
-            )
+    def _resume(self, before: Mapping[str, Any]) -> None:
+        """Go on where a checkpoint was written; a strength that follows no budget is the one given now."""
+        if self.handle is None:
+            return
+        given = self.handle.strength
+        try:
+            self.handle.load_state_dict(before)
+        except MismatchError:
+            self.handle.detach()
+            raise
+        if self._budget is None:
+            self.handle.strength = given
 
     def _note(self, state: TrainerState) -> None:
         """What a checkpoint tells of the hold.
@@ -159,8 +161,7 @@ class HoldCallback(TrainerCallback):
         Not as an ExportableState: a callback made anew from a file would be without its memory.
         """
         if self._training and self.handle is not None:
-            followed = {} if self._budget is None else {"budget": _put_by(self.handle)}
-            _records(state)[_RECORD] = {"memory": self._identity, **followed}
+            _records(state)[_RECORD] = self.handle.state_dict()
 
     def _step_forward(self, handler: Any) -> None:
         """To the front of the trainer's callbacks: TensorBoard's and others stand before those that a user gives, and
@@ -179,22 +180,6 @@ def _identities(held: Sequence[Posterior | Memory | Term]) -> list[str]:
     """Of the posteriors among what is held to, and of those inside memories and terms."""
     found = (getattr(each, "posterior", each) for each in held)
     return [each.id for each in found if isinstance(each, Posterior)]
-
-
-def _put_by(handle: Handle) -> dict[str, float]:
-    """Where the strength that follows a budget stands."""
-    budget = handle._budget
-    assert budget is not None
-    return {
-        "strength": handle.strength, "spent": budget.spent, "looks": budget._looks, "hopeless": budget._hopeless,
-    }  # fmt: skip
-
-
-def _put_back(handle: Handle, kept: Mapping[str, float]) -> None:
-    budget = handle._budget
-    assert budget is not None
-    handle.strength, budget.spent = kept["strength"], kept["spent"]
-    budget._looks, budget._hopeless = int(kept["looks"]), int(kept["hopeless"])
 
 
 def memory_from(
