@@ -11,7 +11,7 @@ import holdfast
 
 ROOT = Path(holdfast.__file__).parent
 ORDER = [
-    "errors", "devices", "identity", "params", "untouched", "elsewhere", "kernels", "likelihood", "precision",
+    "errors", "devices", "identity", "params", "steps", "untouched", "elsewhere", "kernels", "likelihood", "precision",
     "curvature", "diagnose", "probes", "posterior", "penalty", "rise", "hold", "distill", "forecast", "file", "head",
     "variational", "predictive", "pruning", "storage", "integrations", "bench", "report", "cli",
 ]  # fmt: skip

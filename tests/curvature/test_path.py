@@ -458,7 +458,7 @@ class TestRefusals:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         with pytest.raises(holdfast.ArgumentError, match="takes the optimizer, then the model; got SGD"):
             holdfast.recorded_path(model, optimizer)
-        with pytest.raises(holdfast.ArgumentError, match="or a list, got Linear"):
+        with pytest.raises(holdfast.ArgumentError, match="or a list of them, got Linear"):
             holdfast.recorded_path(model[0], model)
 
     def test_a_path_without_steps_or_without_a_way(self):

@@ -6,7 +6,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any, cast
 
 import torch
@@ -18,6 +18,7 @@ from ..errors import ArgumentError, DataError, InertError, MismatchError, requir
 from ..identity import digest, fingerprint, fingerprints
 from ..params import all_parameters, matched, shapes, some
 from ..precision import Diagonal, Source
+from ..steps import UnderWay, innermost
 from .forms import wide
 
 DAMPING = 0.1  # as for permuted MNIST in Zenke's published code (0.001 for CIFAR there), and in van de Ven's
@@ -42,7 +43,7 @@ class RecordedPath:
         self._start: dict[str, Tensor] = {}
         self._end: tuple[dict[str, Tensor], dict[str, str]] | None = None
         self._begun: dict[int, _Step] = {}
-        self._steps_under_way: dict[int, FrameType] = {}
+        self._under_way = UnderWay()
         self._join({name: p for each in optimizers for name, p in self._found(each).items()})
         if not self._path:
             raise InertError(
@@ -139,7 +140,7 @@ class RecordedPath:
             hook.remove()
         self._hooks.clear()
         self._begun.clear()
-        self._steps_under_way.clear()
+        self._under_way.clear()
 
     @torch.no_grad()
     def _ended(self) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -167,7 +168,7 @@ class RecordedPath:
                 )
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self._is_nested(optimizer, sys._getframe(1)):
+        if not self._under_way.begins(optimizer, sys._getframe(1)):
             return
         if callable(kwargs.get("closure", args[1] if len(args) > 1 else None)):
             raise ArgumentError(
@@ -184,26 +185,12 @@ class RecordedPath:
             self._begun[id(optimizer)] = _Step(params, grads, _copies(list(params.values())))
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self._steps_under_way.get(id(optimizer)) is not sys._getframe(1):
+        if not self._under_way.ends(optimizer, sys._getframe(1)):
             return
-        del self._steps_under_way[id(optimizer)]
         step = self._begun.pop(id(optimizer))
         with torch.no_grad():
             _add_path_([self._path[name] for name in step.params], step)
         self._steps += 1
-
-    def _is_nested(self, optimizer: Optimizer, caller: FrameType) -> bool:
-        """Whether this is a step within a step: a subclass that calls its parent's fires the hooks of both.
-
-        Told by the caller's frame, which is gone when a step was left by an error.
-        """
-        outer, frame = self._steps_under_way.get(id(optimizer)), caller.f_back
-        while outer is not None and frame is not None:
-            if frame is outer:
-                return True
-            frame = frame.f_back
-        self._steps_under_way[id(optimizer)] = caller
-        return False
 
 
 def recorded_path(optimizer: Optimizer | Sequence[Optimizer], model: nn.Module) -> RecordedPath:
@@ -227,22 +214,18 @@ def recorded_path(optimizer: Optimizer | Sequence[Optimizer], model: nn.Module) 
     """
     if not isinstance(model, nn.Module):
         raise ArgumentError(f"recorded_path takes the optimizer, then the model; got {type(model).__name__} as model.")
-    found = [_innermost(each) for each in (optimizer if isinstance(optimizer, Sequence) else [optimizer])]
+    found = [_recordable(each) for each in (optimizer if isinstance(optimizer, Sequence) else [optimizer])]
     return RecordedPath(found, model)
 
 
-def _innermost(optimizer: Optimizer) -> Optimizer:
-    """The optimizer inside a trainer's wrapper, which is the one whose hooks run."""
-    while isinstance(getattr(optimizer, "optimizer", None), Optimizer):
-        optimizer = optimizer.optimizer  # type: ignore[attr-defined]
-    if not isinstance(optimizer, Optimizer):
-        raise ArgumentError(f"recorded_path needs a torch.optim.Optimizer, or a list, got {type(optimizer).__name__}.")
-    if isinstance(optimizer, torch.optim.LBFGS):
+def _recordable(optimizer: Optimizer) -> Optimizer:
+    found = innermost(optimizer, "recorded_path")
+    if isinstance(found, torch.optim.LBFGS):
         raise ArgumentError(
             "LBFGS computes gradients within its steps, where no path can be recorded. Train with another optimizer, "
             "or take a Fisher after training, which asks nothing of it."
         )
-    return optimizer
+    return found
 
 
 def _loss_gradients(optimizer: Optimizer, params: Mapping[str, nn.Parameter]) -> list[Tensor]:

@@ -17,6 +17,7 @@ from ..penalty import Quadratic, Term
 from ..posterior import Memory, Posterior, as_posterior
 from ..posterior.product import require_counted_once
 from ..precision import Precision
+from ..steps import innermost
 from .budget import Budget
 from .handle import Handle
 from .proximal import Proximal
@@ -70,38 +71,24 @@ def hold(
     if not isinstance(model, nn.Module):
         raise ArgumentError(f"hold takes the optimizer, then the model; got {type(model).__name__} as the model.")
     count = require_number(num_data, "num_data, the number of new examples (len(loader.dataset)),", positive=True)
-    if not isinstance(every, int) or isinstance(every, bool) or every < 1:
-        raise ArgumentError(f"every is a number of steps, 1 or more, got {every!r}.")
     terms = [_as_term(each, model) for each in (posterior if isinstance(posterior, Sequence) else [posterior])]
-    for term in terms:
-        if term.unit and term.unit != unit:
-            raise MismatchError(
-                f"this memory counts in units of {term.unit!r}, and num_data={count:g} is said to count in "
-                f"{unit!r}. Give the number of {term.unit}s in the new data, and unit={term.unit!r}."
-            )
+    _require_unit(terms, unit, count)
     posteriors = [term.posterior for term in terms if isinstance(term, Quadratic)]
     known = [getattr(term, "posterior", None) for term in terms]  # quadratics in other spaces have one too
     require_counted_once([each for each in known if isinstance(each, Posterior)])
-    optimizers = [_innermost(each) for each in (optimizer if isinstance(optimizer, Sequence) else [optimizer])]
+    optimizers = [_holdable(each) for each in (optimizer if isinstance(optimizer, Sequence) else [optimizer])]
     if not optimizers or not terms:
         raise ArgumentError("hold needs at least one optimizer and one posterior.")
     _require_other_than_prior(optimizers, posteriors)
-    if every > 1:
-        if any(isinstance(each, torch.optim.LBFGS) for each in optimizers):
-            raise ArgumentError("LBFGS compares losses within a step, and needs a pull that is up to date: every=1.")
-        terms = [Reused(term, every) if isinstance(term, Quadratic) else term for term in terms]
-    held = [each.precision for each in posteriors if each.precision.shapes]
-    if (proximal or every > 1) and not posteriors:
-        raise ArgumentError("proximal and every are about the pull of a posterior, and none is held to here.")
-    if proximal and (rotate or every > 1):
-        raise ArgumentError("proximal=True is a step of its own: neither turned (rotate) nor put off (every).")
-    quadratics = [term for term in terms if isinstance(term, Quadratic) and term.posterior.precision.shapes]
-    if rotate and not posteriors:
-        raise ArgumentError("rotate=True turns steps into the eigenvectors of a posterior, and none is held to here.")
-    # A prior alone has no directions of its own: there is nothing to turn to.
-    turn = Rotation(held, optimizers, model.parameters()) if rotate and any(each.num_data for each in held) else None
+    _require_applicable(every, rotate, proximal, bool(posteriors), optimizers)
     if forward is not None and budget is None:
         raise ArgumentError("forward is how a budget's probes go through the model, and there is no budget here.")
+    quadratics = [term for term in terms if isinstance(term, Quadratic) and term.posterior.precision.shapes]
+    if every > 1:
+        terms = [Reused(term, every) if isinstance(term, Quadratic) else term for term in terms]
+    held = [each.precision for each in posteriors if each.precision.shapes]
+    # A prior alone has no directions of its own: there is nothing to turn to.
+    turn = Rotation(held, optimizers, model.parameters()) if rotate and any(each.num_data for each in held) else None
     allowed = None if budget is None else Budget(budget, _one(posterior), terms, forward)
     step = Proximal(quadratics, optimizers) if proximal else None
     handle = Handle(optimizers, model, terms, count, strength, turn, allowed, step)
@@ -115,6 +102,32 @@ def hold(
     if freeze_statistics:
         handle.statistics = Frozen(model)
     return handle
+
+
+def _require_unit(terms: Sequence[Term], unit: str, count: float) -> None:
+    """Raise where the new data is counted in something else than the old."""
+    for term in terms:
+        if term.unit and term.unit != unit:
+            raise MismatchError(
+                f"this memory counts in units of {term.unit!r}, and num_data={count:g} is said to count in "
+                f"{unit!r}. Give the number of {term.unit}s in the new data, and unit={term.unit!r}."
+            )
+
+
+def _require_applicable(
+    every: int, rotate: bool, proximal: bool, has_posterior: bool, optimizers: Sequence[Optimizer]
+) -> None:
+    """Raise for ways to step that exclude each other, or that there is nothing for."""
+    if not isinstance(every, int) or isinstance(every, bool) or every < 1:
+        raise ArgumentError(f"every is a number of steps, 1 or more, got {every!r}.")
+    if (proximal or every > 1) and not has_posterior:
+        raise ArgumentError("proximal and every are about the pull of a posterior, and none is held to here.")
+    if rotate and not has_posterior:
+        raise ArgumentError("rotate=True turns steps into the eigenvectors of a posterior, and none is held to here.")
+    if proximal and (rotate or every > 1):
+        raise ArgumentError("proximal=True is a step of its own: neither turned (rotate) nor put off (every).")
+    if every > 1 and any(isinstance(each, torch.optim.LBFGS) for each in optimizers):
+        raise ArgumentError("LBFGS compares losses within a step, and needs a pull that is up to date: every=1.")
 
 
 def _require_other_than_prior(optimizers: Sequence[Optimizer], posteriors: Sequence[Posterior]) -> None:
@@ -162,12 +175,8 @@ def _as_term(held: Held, model: nn.Module) -> Term:
     return Quadratic(posterior.to(devices.pop()) if len(devices) == 1 else posterior)
 
 
-def _innermost(optimizer: Optimizer) -> Optimizer:
-    """The optimizer inside a trainer's wrapper, which is the one whose hooks run."""
-    while isinstance(getattr(optimizer, "optimizer", None), Optimizer):
-        optimizer = optimizer.optimizer  # type: ignore[attr-defined]
-    if isinstance(optimizer, torch.optim.SparseAdam):
+def _holdable(optimizer: Optimizer) -> Optimizer:
+    found = innermost(optimizer, "hold")
+    if isinstance(found, torch.optim.SparseAdam):
         raise ArgumentError("SparseAdam takes sparse gradients alone, and a hold pulls at every entry. Use Adam.")
-    if not isinstance(optimizer, Optimizer):
-        raise ArgumentError(f"hold needs a torch.optim.Optimizer (or a list of them), got {type(optimizer).__name__}.")
-    return optimizer
+    return found

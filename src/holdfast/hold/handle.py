@@ -6,7 +6,7 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping
 from functools import cached_property
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from ..errors import ArgumentError, HoldfastWarning, InertError, MismatchError, require_number
 from ..penalty import Drawn, Quadratic, Term
 from ..posterior import Posterior
+from ..steps import UnderWay
 from .budget import Budget, Spent
 from .guard import (
     Watch,
@@ -59,7 +60,7 @@ class Handle:
         self._budget = budget
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._steps = {id(optimizer): 0 for optimizer in optimizers}
-        self._steps_under_way: dict[int, FrameType] = {}
+        self._under_way = UnderWay()
         self._held = self._lookup()
         self._watches = {id(optimizer): Watch(optimizer) for optimizer in optimizers}
 
@@ -202,10 +203,10 @@ class Handle:
         for optimizer in self._optimizers:
             if _holder(optimizer) is self:
                 del _held_by[optimizer]
-        self._steps_under_way.clear()
+        self._under_way.clear()
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        if self._is_nested(optimizer, sys._getframe(1)):
+        if not self._under_way.begins(optimizer, sys._getframe(1)):
             return None
         self._steps[id(optimizer)] += 1
         if not self._held:
@@ -228,19 +229,6 @@ class Handle:
         if "closure" in kwargs:
             return args, {**kwargs, "closure": held}
         return (args[0], held, *args[2:]), kwargs
-
-    def _is_nested(self, optimizer: Optimizer, caller: FrameType) -> bool:
-        """Whether this is a step within a step: a subclass that calls its parent's fires the hooks of both.
-
-        Told by the caller's frame, which is gone when a step was left by an error.
-        """
-        outer, frame = self._steps_under_way.get(id(optimizer)), caller.f_back
-        while outer is not None and frame is not None:
-            if frame is outer:
-                return True
-            frame = frame.f_back
-        self._steps_under_way[id(optimizer)] = caller
-        return False
 
     def _held_closure(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
         """A closure zeroes the gradients itself, so the pull comes after it; line searches see the whole objective."""
@@ -275,8 +263,7 @@ class Handle:
         return scale * value
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self._steps_under_way.get(id(optimizer)) is sys._getframe(1):
-            del self._steps_under_way[id(optimizer)]
+        if self._under_way.ends(optimizer, sys._getframe(1)):
             if self._rotation is not None:
                 self._rotation.after(self._held)
             if self._proximal is not None and self._held:
