@@ -65,10 +65,10 @@ POSTERIORS: dict[str, Callable[[Data, int], tuple[nn.Module, holdfast.Posterior]
 }
 
 
-def measured(folder: str | None, seed: int) -> list[dict[str, Any]]:
+def measured(folder: str | None, seed: int, ways: list[str]) -> list[dict[str, Any]]:
     given, found = data(folder, seed), []
-    for way, learned in POSTERIORS.items():
-        model, posterior = learned(given, seed)
+    for way in ways:
+        model, posterior = POSTERIORS[way](given, seed)
         holdfast.restore_(model, posterior)
         for kind, scores in SCORES.items():
             worth = scores(posterior)
@@ -100,10 +100,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="write the results as JSON")
     parser.add_argument("--data", nargs="?", const="", help="MNIST, from a folder if one is given")
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--posteriors", nargs="+", choices=POSTERIORS, default=list(POSTERIORS))
     options = parser.parse_args()
     torch.set_num_threads(1)
     start = time.perf_counter()
-    runs = [run for seed in range(options.seeds) for run in measured(options.data, seed)]
+    runs = [run for seed in range(options.seeds) for run in measured(options.data, seed, options.posteriors)]
     found = {
         "date": date.today().isoformat(), "device": f"{platform.machine()} CPU", "torch": torch.__version__,
         "holdfast": holdfast.__version__, "data": "digits" if options.data is None else "mnist",

@@ -57,7 +57,7 @@ class IVON(Optimizer):
         lr: float = 0.01,
         betas: tuple[float, float] = (0.9, 0.999),
         start: float = 0.03,
-        radius: float = 0.1,
+        radius: float = 1.0,
         options: Mapping[str, Mapping[str, Any]] | None = None,
         seed: int = 0,
     ) -> None:
