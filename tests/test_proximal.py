@@ -93,6 +93,20 @@ def test_a_step_is_that_of_the_equation(name):
     torch.testing.assert_close(model.weight.detach(), expected)
 
 
+@pytest.mark.parametrize("name", ["momentum", "adam"])
+def test_a_parameter_the_data_does_not_touch_is_pulled_too(name):
+    model = nn.ModuleDict({"used": nn.Linear(3, 1), "unused": nn.Linear(2, 2)}).double()
+    known = holdfast.prior(model, 5.0, mean=0.0)
+    optimizer = OPTIMIZERS[name](model.parameters())
+    before = model["unused"].weight.detach().clone()
+    with holdfast.hold(optimizer, model, known, num_data=5, proximal=True):
+        for _ in range(3):
+            optimizer.zero_grad()
+            model["used"](line()[0]).square().mean().backward()
+            optimizer.step()
+    assert float(model["unused"].weight.detach().norm()) < 0.5 * float(before.norm())
+
+
 def kronecker() -> tuple[nn.Module, Posterior, list]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()

@@ -339,6 +339,15 @@ def test_every_method_learns_two_tasks(name, tasks):
     assert METHODS[name].about
 
 
+def test_a_field_is_trained_on_the_labels_that_the_others_are(tasks):
+    """Smoothed labels, where the protocol has them, and no others."""
+    ends = [
+        run(METHODS["mean-field"].make(1.0), tasks[:1], small, Training(epochs=30, label_smoothing=each)).nll[0][0]
+        for each in (0.0, 0.9)
+    ]
+    assert ends[0] < ends[1] - 0.1
+
+
 def test_an_unknown_method_is_told_the_nearest():
     with pytest.raises(holdfast.ArgumentError, match=r"no method 'kroneker'. Did you mean kronecker"):
         one_of("kroneker", METHODS, "method")

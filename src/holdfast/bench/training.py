@@ -233,7 +233,7 @@ class _Steps:
 
 @contextmanager
 def _fastest() -> Iterator[None]:
-    """Convolutions are timed at their first use, instead of guessed at: a third more steps a second on an H200."""
+    """Convolutions are timed at their first use, instead of guessed at."""
     before = cudnn.benchmark
     cudnn.benchmark = True
     try:

@@ -7,11 +7,12 @@ from dataclasses import dataclass, replace
 from torch import Tensor, nn
 from torch.optim import Adam
 
+from ..likelihood import Likelihood, custom
 from ..posterior import Posterior, consolidate, prior
 from ..variational import IVON, mean_field
 from .methods import Curvature
 from .tasks import Task
-from .training import Trainer, Way
+from .training import Trainer, Training, Way
 
 # The first prior: weights of about 1 around zero, which a network's are.
 _PRECISION = 1.0
@@ -28,7 +29,7 @@ class MeanFieldChain:
         training = trainer.training
         before = self.posterior or prior(model, _PRECISION, mean=0.0)
         q = mean_field(
-            model, before, training.likelihood, num_data=training.count(task.train), samples=self.samples,
+            model, before, _likelihood(training), num_data=training.count(task.train), samples=self.samples,
             seed=trainer.seed, forward=task.forward,
         )  # fmt: skip
         q.to(next(model.parameters()).device)
@@ -77,6 +78,18 @@ class IvonChain:
     @property
     def kept(self) -> list[Tensor]:
         return _kept(self.posterior)
+
+
+def _likelihood(training: Training) -> Likelihood:
+    """The protocol's, with its labels smoothed as for every other method."""
+    if not training.label_smoothing:
+        return training.likelihood
+
+    def smoothed(output: Tensor, y: Tensor) -> Tensor:
+        return training.losses(output, y, training.label_smoothing).reshape(len(y), -1).sum(1)
+
+    counted = (lambda y: float(y.numel())) if training.unit == "token" else None
+    return custom(smoothed, name=f"{training.loss}, smoothed", unit=training.unit, count=counted)
 
 
 def _kept(known: Posterior | None) -> list[Tensor]:

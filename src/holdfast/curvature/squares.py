@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .forms import Form, Limit, Products, Rows, add_outer_
 from .graph import Graph
+from .joined import Joined
 from .plan import Plan, Site
 
 # Rows waiting to be squared together, in entries.
@@ -24,13 +25,10 @@ class Squares:
     """
 
     def __init__(self, named: Mapping[str, Tensor], total: Mapping[str, Tensor], limit: Limit) -> None:
-        self._named = named
         self._total = total
         self._limit = limit
         self._views: dict[tuple[str, Any], Tensor] = {}
-        self._names: dict[Site, list[str]] = {}
-        self._plan = Plan({}, {}, ())
-        self._waiting: dict[str, dict[Site, Form]] = {}
+        self._joined = Joined(named, total, limit, _add_squares_)
         self._rank_one: dict[tuple[str, Any], tuple[Tensor, Tensor, Tensor]] = {}
         self._rows: list[tuple[Tensor, Tensor]] = []
         self._entries = 0
@@ -42,34 +40,20 @@ class Squares:
 
     def serves(self, site: Site) -> bool:
         """Whether it takes a site's form."""
-        return site in self._names
+        return self._joined.serves(site)
 
     def begin(self, plan: Plan, graph: Graph, examples: int = 0, columns: int = 0) -> None:
         """A batch: its plan and its graph."""
-        self._graph = graph
-        if plan is not self._plan:
-            self._plan, self._names = plan, {}
-            for name, sites in plan.sites.items():
-                for site in sites:
-                    self._names.setdefault(site, []).append(name)
+        self._joined.begin(plan, graph)
 
     def take(self, site: Site, form: Form) -> None:
         """A site's form, in the course of a backward pass."""
-        for name in self._names[site]:
-            sites = self._plan.sites[name]
-            if name in self._plan.apart:
-                self._add(name, site, form)
-                continue
-            waiting = self._waiting.setdefault(name, {})
-            waiting[site] = form
-            if len(waiting) == len(sites) and all(each.route.steps is not None for each in sites):
-                self._add_together(name, self._waiting.pop(name))
+        self._joined.take(site, form, self._add)
 
     @torch.no_grad()
     def done(self) -> None:
-        """The pass is over: what waited for a second use that no gradient reached, or for the graph to be free."""
-        while self._waiting:
-            self._add_together(*self._waiting.popitem())
+        """The pass is over."""
+        self._joined.done(self._add)
         self._add_rows()
 
     @torch.no_grad()
@@ -116,24 +100,6 @@ class Squares:
             squares = torch.stack([rows for _, rows in pairs]).square_().sum(1)
             torch._foreach_add_([total for total, _ in pairs], list(squares.unbind()))
 
-    def _add_together(self, name: str, forms: Mapping[Site, Form]) -> None:
-        by_route: dict[Any, list[tuple[Site, Form]]] = {}
-        for site, form in forms.items():
-            by_route.setdefault(site.route.key, []).append((site, form))
-        joined: list[tuple[Site, Form]] = []
-        for (site, first), *others in by_route.values():
-            whole = first.with_more([form for _, form in others])
-            joined += [(site, whole)] if whole is not None else [(site, first), *others]
-        if len(joined) == 1 and joined[0][0].route.steps is not None:
-            self._add(name, *joined[0])
-            return
-        parameter, total = self._named[name], self._total[name]
-        size = joined[0][1].examples
-        entries = parameter.numel() + sum(form.shape.numel() for _, form in joined)
-        step = self._limit.examples(entries * total.element_size(), f"the gradient of `{name}`, used more than once,")
-        for start in range(0, size, step):
-            stop = min(start + step, size)
-            scores = total.new_zeros(stop - start, *total.shape)
-            for site, form in joined:
-                scores += site.route.pulled(form.scores(start, stop).to(total.dtype), parameter, self._graph)
-            total += scores.square_().sum(0)
+
+def _add_squares_(total: Tensor, scores: Tensor) -> None:
+    total += scores.square_().sum(0)

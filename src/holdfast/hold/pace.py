@@ -29,15 +29,14 @@ def require_known_pace(optimizer: Optimizer) -> None:
 
 
 def paces(optimizer: Optimizer, params: Mapping[str, nn.Parameter]) -> dict[str, Pace]:
-    """a with Δθ = −a g in the long run: lr/(1 − momentum) of SGD, lr/(√v̂ + ε) of Adam; for parameters that stepped."""
+    """a with Δθ = −a g in the long run: lr/(1 − momentum) of SGD, lr/(√v̂ + ε) of Adam."""
     found: dict[str, Pace] = {}
     for group in optimizer.param_groups:
         inside = {id(parameter) for parameter in group["params"]}
         for name, parameter in params.items():
             if id(parameter) in inside and parameter.requires_grad:
-                pace = _momentum(group) if isinstance(optimizer, SGD) else _adam(group, optimizer.state[parameter])
-                if pace is not None:
-                    found[name] = pace
+                state = optimizer.state.get(parameter, {})
+                found[name] = _momentum(group) if isinstance(optimizer, SGD) else _adam(group, state)
     return found
 
 
@@ -48,14 +47,14 @@ def _momentum(group: Mapping[str, Any]) -> Pace:
     return rate * ((1 - group["dampening"]) / (1 - beta)) if beta else rate
 
 
-def _adam(group: Mapping[str, Any], state: Mapping[str, Any]) -> Pace | None:
+def _adam(group: Mapping[str, Any], state: Mapping[str, Any]) -> Pace:
+    rate: Pace = group["lr"]
     if "exp_avg_sq" not in state:
-        return None  # it had no gradient yet, and did not step
+        return rate / float(group["eps"])  # no gradient came: v̂ is zero, and nothing but the pull moves it
     squares: Tensor = state["max_exp_avg_sq"] if group["amsgrad"] else state["exp_avg_sq"]
     step = state["step"]
     steps = step.to(squares.device, torch.float64) if isinstance(step, Tensor) else step  # β₂ᵗ in all its digits
     root = (squares / (1 - group["betas"][1] ** steps)).sqrt_()
-    rate = group["lr"]
     pace: Tensor = (rate.to(squares.device) if isinstance(rate, Tensor) else rate) / root.add_(group["eps"])
     return pace
 

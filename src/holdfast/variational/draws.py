@@ -82,14 +82,14 @@ class Draws:
     def _require_reached(self, nll: Tensor, params: Mapping[str, nn.Parameter], logs: Mapping[str, Tensor]) -> None:
         """Raise where the loss depends on a weight and not on its σ: it was used past its draw."""
         # A reentrant checkpoint is a node that leads to no parameter: what it will run is not in the graph.
-        again = ["CheckpointFunction" in name for name in _operations(nll) if "CheckpointFunction" in name]
+        again = [name for name in _operations(nll) if "CheckpointFunction" in name]
         plain = [module for module in self._model.modules() if not isinstance(module, torch.jit.ScriptModule)]
-        hooks = [module.register_forward_pre_hook(lambda *_: again.append(True)) for module in plain]
+        hooks = [module.register_forward_pre_hook(lambda *_: again.append("a module")) for module in plain]
         try:
             every = [*params.values(), *logs.values()]
             grads: tuple[Tensor | None, ...] = torch.autograd.grad(nll, every, retain_graph=True, allow_unused=True)
         except CheckpointError:
-            again, grads = [True], ()
+            again, grads = ["a checkpoint"], ()
         finally:
             for hook in hooks:
                 hook.remove()

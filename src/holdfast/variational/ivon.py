@@ -162,8 +162,9 @@ class IVON(Optimizer):
                 "last."
             )
         learned = [p for p in params if p.grad is not None]
+        found = {p: gradient(p) for p in learned}  # before anything is written: one of them may be refused
         for bundle in bundled(learned):
-            grads = [self._pending.new_part(p, gradient(p)) for p in bundle]
+            grads = [self._pending.new_part(p, found[p]) for p in bundle]
             if isinstance(loss_scale, Tensor) or loss_scale != 1:
                 grads = [grad / loss_scale for grad in grads]
             values, means, curvatures, bends, priors = self._roles(bundle, "mean", "curvature", "bend")
