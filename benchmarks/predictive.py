@@ -52,6 +52,7 @@ class Data:
 
     name: str
     epochs: int
+    batch: int
     x: Tensor
     y: Tensor
     valid_x: Tensor
@@ -60,22 +61,24 @@ class Data:
     test_y: Tensor
     outside: dict[str, Tensor]
 
-    def batches(self, size: int, generator: torch.Generator) -> list[tuple[Tensor, Tensor]]:
-        rows = torch.randperm(len(self.y), generator=generator).split(size)
+    def batches(self, generator: torch.Generator) -> list[tuple[Tensor, Tensor]]:
+        rows = torch.randperm(len(self.y), generator=generator).to(self.y.device).split(self.batch)
         return [(self.x[each], self.y[each]) for each in rows]
 
     def known(self) -> Data:
         """The first classes alone, and the others as what is outside."""
         parts = ((self.x, self.y), (self.valid_x, self.valid_y), (self.test_x, self.test_y))
         inside = [part for x, y in parts for part in (x[y < KNOWN], y[y < KNOWN])]
-        return Data(self.name, self.epochs, *inside, {"classes held out": self.test_x[self.test_y >= KNOWN]})
+        return Data(
+            self.name, self.epochs, self.batch, *inside, {"classes held out": self.test_x[self.test_y >= KNOWN]}
+        )
 
 
 def flat(x: Tensor) -> Tensor:
     return x.flatten(1).float() / 255
 
 
-def data(folder: str | None, seed: int) -> Data:
+def data(folder: str | None, seed: int, device: str) -> Data:
     """Two thirds of the digits, drawn anew for each seed; of MNIST its own two parts."""
     generator = torch.Generator().manual_seed(seed)
     if folder is None:
@@ -83,10 +86,10 @@ def data(folder: str | None, seed: int) -> Data:
         x, y = torch.cat([images.train_x, images.test_x]), torch.cat([images.train_y, images.test_y])
         rows = torch.randperm(len(y), generator=generator)
         train, test = rows.split([2 * len(y) // 3, len(y) - 2 * len(y) // 3])
-        parts, epochs = (x[train], y[train], x[test], y[test]), 100
+        parts, epochs, batch = (x[train], y[train], x[test], y[test]), 100, 64
     else:
         images = mnist(folder or None)
-        parts, epochs = (images.train_x, images.train_y, images.test_x, images.test_y), 20
+        parts, epochs, batch = (images.train_x, images.train_y, images.test_x, images.test_y), 10, 128
     shuffled = torch.stack([row[torch.randperm(len(row), generator=generator)] for row in flat(parts[2])])
     outside = {"turned by 90°": flat(parts[2].rot90(1, (2, 3))), "pixels shuffled": shuffled}
     if folder is not None:
@@ -94,14 +97,14 @@ def data(folder: str | None, seed: int) -> Data:
     rows = torch.randperm(len(parts[1]), generator=generator)
     valid, train = rows.split([round(HELD_OUT * len(rows)), len(rows) - round(HELD_OUT * len(rows))])
     x, y = flat(parts[0]), parts[1]
-    return Data(
-        images.name, epochs, x[train], y[train], x[valid], y[valid], flat(parts[2]), parts[3], outside
-    )  # fmt: skip
+    tensors = (x[train], y[train], x[valid], y[valid], flat(parts[2]), parts[3])
+    there = {name: each.to(device) for name, each in outside.items()}
+    return Data(images.name, epochs, batch, *(each.to(device) for each in tensors), there)
 
 
 def network(given: Data, seed: int) -> nn.Module:
     torch.manual_seed(seed)
-    return perceptron(given.x.shape[1], (100, 100), int(given.y.max()) + 1)
+    return perceptron(given.x.shape[1], (100, 100), int(given.y.max()) + 1).to(given.x.device)
 
 
 def trained(given: Data, seed: int) -> nn.Module:
@@ -110,7 +113,7 @@ def trained(given: Data, seed: int) -> nn.Module:
     optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, given.epochs)
     for _ in range(given.epochs):
-        for x, y in given.batches(64, generator):
+        for x, y in given.batches(generator):
             optimizer.zero_grad()
             squares = torch.stack([p.square().sum() for p in model.parameters()]).sum()
             (F.cross_entropy(model(x), y) + 0.5 * PRIOR * squares / len(given.y)).backward()
@@ -127,7 +130,7 @@ def mean_field(given: Data, seed: int) -> tuple[nn.Module, holdfast.Posterior]:
     optimizer = torch.optim.Adam(q.parameters(), lr=2e-3)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, given.epochs)
     for _ in range(given.epochs):
-        for batch in given.batches(64, generator):
+        for batch in given.batches(generator):
             optimizer.zero_grad()
             q(batch).backward()
             optimizer.step()
@@ -144,7 +147,7 @@ def ivon(given: Data, seed: int) -> tuple[nn.Module, holdfast.Posterior]:
     )  # fmt: skip
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, given.epochs)
     for _ in range(given.epochs):
-        for x, y in given.batches(64, generator):
+        for x, y in given.batches(generator):
             optimizer.zero_grad()
             with optimizer.sampled():
                 F.cross_entropy(model(x), y).backward()
@@ -214,9 +217,9 @@ def scaled(model: nn.Module, scale: float) -> Asked:
     return asked(model, point, samples=1, temperature=1e-12, forward=forward)
 
 
-def measured(folder: str | None, seed: int) -> list[dict[str, Any]]:
+def measured(folder: str | None, seed: int, device: str) -> list[dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
-    whole = data(folder, seed)
+    whole = data(folder, seed, device)
     for given in (whole, whole.known()):
         for name, chosen, answer in ways(given, seed):
             inside = answer([(given.test_x, given.test_y)])
@@ -260,15 +263,17 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="write the results as JSON")
     parser.add_argument("--data", nargs="?", const="", help="MNIST and Fashion-MNIST, from a folder if one is given")
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--device", default="cpu")
     options = parser.parse_args()
     torch.set_num_threads(1)
     runs: list[dict[str, Any]] = []
     start = time.perf_counter()
     for seed in range(options.seeds):
         print(f"seed {seed}", flush=True)
-        runs += measured(options.data, seed)
+        runs += measured(options.data, seed, options.device)
     found = {
-        "date": date.today().isoformat(), "device": f"{platform.machine()} CPU", "torch": torch.__version__,
+        "date": date.today().isoformat(), "torch": torch.__version__,
+        "device": f"{platform.machine()} CPU" if options.device == "cpu" else torch.cuda.get_device_name(),
         "holdfast": holdfast.__version__, "data": "digits" if options.data is None else "mnist",
         "seconds": time.perf_counter() - start, "samples": SAMPLES, "prior": PRIOR, "runs": runs,
     }  # fmt: skip
