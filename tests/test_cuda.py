@@ -10,6 +10,7 @@ from curvature.test_taps import LAYERS, case
 from holdfast.bench.catalog import METHODS
 from holdfast.bench.protocols import PROTOCOLS
 from holdfast.bench.training import Trainer
+from holdfast.hold import prefetch
 from holdfast.identity import fingerprint
 from holdfast.kernels import block_sums, sums_in_one_pass
 from holdfast.kernels.blocks import plain_block_sums
@@ -144,7 +145,7 @@ def test_models_spread_over_devices_are_held():
             parameter += 1
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     expected = sum(0.5 * 2.0 * p.numel() for p in model.parameters())
-    with holdfast.hold(optimizer, model, posterior, num_data=4) as handle:
+    with holdfast.hold(optimizer, model, posterior, num_data=4, proximal=False) as handle:
         assert handle.penalty == pytest.approx(expected, rel=1e-5)
         optimizer.step()
     torch.testing.assert_close(model.first.weight.cpu(), posterior.mean["first.weight"].cpu() + 1 - 0.1 * 2 / 4)
@@ -345,3 +346,104 @@ def test_methods_of_the_bench_learn_on_a_gpu_as_on_the_cpu(method):
         found.append(torch.cat([each.flatten().cpu() for each in way.kept]))
     apart = float((found[0] - found[1]).norm() / found[0].norm())
     assert apart < (0.02 if method in ("si", "mas") else 0.5)
+
+
+HELD = {
+    "the gradient": (lambda params: torch.optim.Adam(params, fused=True), holdfast.diagonal_fisher, {}),
+    "a step of its own": (lambda params: torch.optim.SGD(params, lr=0.1), holdfast.diagonal_fisher, {}),
+    "Kronecker": (lambda params: torch.optim.AdamW(params, weight_decay=0.0), holdfast.kronecker_fisher, {}),
+    "Kronecker, a step of its own": (lambda params: torch.optim.SGD(params, lr=0.1), holdfast.kronecker_fisher, {}),
+    "Kronecker, every 2nd": (lambda params: torch.optim.SGD(params, lr=0.1), holdfast.kronecker_fisher, {"every": 2}),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+@pytest.mark.parametrize("way", HELD)
+def test_a_held_step_waits_for_nothing(way):
+    make, fisher, options = HELD[way]
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).cuda()
+    x, y = torch.randn(30, 6).cuda(), torch.randint(0, 3, (30,)).cuda()
+    posterior = holdfast.consolidate(holdfast.prior(model), model, fisher(model, [(x, y)], holdfast.categorical))
+    optimizer = make(model.parameters())
+    before = torch.cuda.get_sync_debug_mode()
+    with holdfast.hold(optimizer, model, posterior, num_data=30, **options) as handle:
+        for step in range(4):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x.roll(1, 1)), y).backward()
+            torch.cuda.set_sync_debug_mode("error" if step else before)
+            try:
+                optimizer.step()
+            finally:
+                torch.cuda.set_sync_debug_mode(before)
+        assert handle.proximal == ("a step of its own" in way)
+        assert handle.penalty > 0
+
+
+STORED = {
+    "float32": lambda known: known,
+    "bfloat16": lambda known: known.to(dtype=torch.bfloat16),
+    "8 bits": lambda known: known.compact(),
+    "8 bits, mean in bfloat16": lambda known: known.compact().to(dtype=torch.bfloat16),
+}
+
+
+def held_by(posterior, device: str, options: dict, steps: int = 4) -> torch.Tensor:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(40, 64), nn.Tanh(), nn.Linear(64, 5)).to(device)
+    x, y = torch.randn(30, 40).to(device), torch.arange(30, device=device) % 5
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = torch.cuda.get_sync_debug_mode()
+    with holdfast.hold(optimizer, model, posterior, num_data=30, strength=5.0, **options) as handle:
+        for step in range(steps):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x.roll(step, 1)), y).backward()
+            torch.cuda.set_sync_debug_mode("error" if step and device == "cuda" else before)
+            try:
+                optimizer.step()
+            finally:
+                torch.cuda.set_sync_debug_mode(before)
+        told = torch.tensor([handle.penalty])
+    return torch.cat([*(p.detach().flatten().cpu() for p in model.parameters()), told])
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+@pytest.mark.parametrize("proximal", [False, True])
+@pytest.mark.parametrize("stored", STORED)
+def test_small_memories_hold_on_a_gpu_and_from_the_cpu_as_on_the_cpu(stored, proximal, monkeypatch):
+    """A step waits for nothing, wherever the memory is; in pieces so small that each buffer is filled many times."""
+    monkeypatch.setattr(prefetch, "SIZE", 512)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(40, 64), nn.Tanh(), nn.Linear(64, 5))
+    x, y = torch.randn(30, 40), torch.arange(30) % 5
+    fisher = holdfast.diagonal_fisher(model, [(x, y)], holdfast.categorical)
+    posterior = STORED[stored](holdfast.consolidate(holdfast.prior(model), model, fisher))
+    here = held_by(posterior, "cpu", {"proximal": proximal})
+    there = held_by(posterior, "cuda", {"proximal": proximal})
+    brought = held_by(posterior, "cuda", {"proximal": proximal, "offload": True})
+    torch.testing.assert_close(there, here, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(brought, there, rtol=1e-5, atol=1e-6)
+
+
+def test_codes_are_the_same_on_a_gpu():
+    entries = {"w": (4 * torch.randn(3000, generator=torch.Generator().manual_seed(0))).exp()}
+    here, there = (holdfast.Logarithmic.of(holdfast.Diagonal(entries).to(device)) for device in ("cpu", "cuda"))
+    assert torch.equal(here.codes["w"], there.codes["w"].cpu())
+    assert torch.equal(here.tops["w"], there.tops["w"].cpu())
+    torch.testing.assert_close(there.diagonal()["w"].cpu(), here.diagonal()["w"], rtol=3e-7, atol=0)
+
+
+def test_a_memory_on_the_cpu_takes_no_room_on_the_gpu():
+    model = nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(8))).cuda()
+    entries = {name: torch.rand(p.shape) for name, p in model.named_parameters()}
+    posterior = holdfast.Posterior(holdfast.prior(model).mean, holdfast.Diagonal(entries)).to("cpu")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    with holdfast.hold(optimizer, model, posterior, num_data=1, proximal=False, offload=True):
+        optimizer.step()
+    kept = 8 * sum(p.numel() for p in model.parameters())
+    assert torch.cuda.max_memory_allocated() - before < 0.6 * kept

@@ -260,7 +260,7 @@ class TestTerm:
         loss = F.cross_entropy(self.model(x), y) + 3.0 * (400 * kl + holdfast.penalty(self.model, known)) / 20
         grads = torch.autograd.grad(loss, list(self.model.parameters()))
         optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
-        with holdfast.hold(optimizer, self.model, [known, term], num_data=20, strength=3.0):
+        with holdfast.hold(optimizer, self.model, [known, term], num_data=20, strength=3.0, proximal=False):
             F.cross_entropy(self.model(x), y).backward()
             optimizer.step()
         for parameter, before, grad in zip(self.model.parameters(), start, grads, strict=True):

@@ -79,7 +79,7 @@ def test_the_hook_equals_the_loss_term(structure, make, accumulate, closure):
         model, posterior, x, y = start(structure)
         optimizer = OPTIMIZERS[make](model.parameters())
         if held:
-            with holdfast.hold(optimizer, model, posterior, num_data=N, strength=STRENGTH) as handle:
+            with holdfast.hold(optimizer, model, posterior, num_data=N, strength=STRENGTH, proximal=False) as handle:
                 loop(optimizer, model, x, y, accumulate=accumulate, closure=closure)
                 assert handle.penalty > 1e-6
         else:
@@ -109,7 +109,7 @@ def test_a_closure_may_be_given_by_name_and_return_a_number_or_nothing():
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         with torch.no_grad():
             model[0].weight += 0.1
-        with holdfast.hold(optimizer, model, posterior, num_data=N) as handle:
+        with holdfast.hold(optimizer, model, posterior, num_data=N, proximal=False) as handle:
 
             def closure(model=model, optimizer=optimizer, x=x, y=y, value=value):
                 optimizer.zero_grad()
@@ -171,7 +171,7 @@ def test_clipping_leaves_the_penalty_whole():
         model[0].weight += 0.1
     expected = model[0].weight - 0.5 * STRENGTH / N * holdfast.penalty_gradient(model, posterior)["0.weight"]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    with holdfast.hold(optimizer, model, posterior, num_data=N, strength=STRENGTH):
+    with holdfast.hold(optimizer, model, posterior, num_data=N, strength=STRENGTH, proximal=False):
         holdfast.categorical.nll(model(x), y).mean().backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1e-20)
         optimizer.step()
@@ -183,7 +183,7 @@ def test_several_optimizers_share_one_hold():
     for held in (True, False):
         model, posterior, x, y = start()
         pair = [torch.optim.SGD(model[:2].parameters(), lr=0.1), torch.optim.Adam(model[2:].parameters(), lr=0.01)]
-        handle = holdfast.hold(pair, model, posterior, num_data=N, strength=STRENGTH) if held else None
+        handle = holdfast.hold(pair, model, posterior, num_data=N, strength=STRENGTH, proximal=False) if held else None
         for _ in range(5):
             for optimizer in pair:
                 optimizer.zero_grad()
@@ -212,7 +212,7 @@ def test_a_subclass_that_calls_its_parents_step_is_pulled_once(closure):
         model, posterior, x, y = start()
         optimizer = make(model.parameters(), lr=0.1)
         optimizer.broken = False
-        with holdfast.hold(optimizer, model, posterior, num_data=N, strength=STRENGTH) as handle:
+        with holdfast.hold(optimizer, model, posterior, num_data=N, strength=STRENGTH, proximal=False) as handle:
             loop(optimizer, model, x, y, closure=closure, steps=2)
             if make is Child:  # a step that failed is not a step under way
                 before, optimizer.broken = handle.steps, True
@@ -277,7 +277,7 @@ def test_several_posteriors_add_up():
         model[0].weight += 0.1
     both = holdfast.penalty(model, posterior) + holdfast.penalty(model, toward_zero)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with holdfast.hold(optimizer, model, [posterior, toward_zero], num_data=N) as handle:
+    with holdfast.hold(optimizer, model, [posterior, toward_zero], num_data=N, proximal=False) as handle:
         assert handle.penalty == pytest.approx(both.item())
         loop(optimizer, model, x, y)
 
@@ -299,7 +299,7 @@ def test_a_parameter_the_data_does_not_touch_is_pulled_too():
         model[0].weight += 0.1
     expected = model[0].weight - 0.1 * holdfast.penalty_gradient(model, posterior)["0.weight"] / N
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with holdfast.hold(optimizer, model, posterior, num_data=N):
+    with holdfast.hold(optimizer, model, posterior, num_data=N, proximal=False):
         optimizer.step()  # no backward at all
     torch.testing.assert_close(model[0].weight, expected, rtol=0, atol=1e-15)
 
@@ -310,7 +310,7 @@ def test_sparse_gradients_are_held():
     with torch.no_grad():
         table.weight += 1
     optimizer = torch.optim.SGD(table.parameters(), lr=0.1)
-    with holdfast.hold(optimizer, table, posterior, num_data=8):
+    with holdfast.hold(optimizer, table, posterior, num_data=8, proximal=False):
         (table(torch.tensor([1, 1])) * 0).sum().backward()
         optimizer.step()
     torch.testing.assert_close(table.weight, posterior.mean["weight"] + 1 - 0.1 * 4 / 8, rtol=0, atol=1e-12)
@@ -385,7 +385,7 @@ class TestTheHandle:
             model[0].weight += 0.1
         pull = holdfast.penalty_gradient(model, posterior)["0.weight"]
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with holdfast.hold(optimizer, model, posterior, num_data=N) as handle:
+        with holdfast.hold(optimizer, model, posterior, num_data=N, proximal=False) as handle:
             handle.strength = 3.0
             before = model[0].weight.detach().clone()
             optimizer.step()
@@ -749,6 +749,35 @@ class TestStatistics:
         with holdfast.hold(optimizer, model, posterior, num_data=30, freeze_statistics=False):
             self.step(model, optimizer)
         assert not torch.equal(model[1].running_mean, before["1.running_mean"])
+
+    def test_a_model_that_was_compiled_before_keeps_its_statistics_too(self):
+        model, posterior, optimizer = self.made()
+        compiled = torch.compile(model, backend="eager")
+        self.step(compiled, optimizer)
+        before = model[1].running_mean.clone()
+        with holdfast.hold(optimizer, compiled, posterior, num_data=30, freeze_statistics=True):
+            self.step(compiled, optimizer)
+        assert torch.equal(model[1].running_mean, before)
+        self.step(compiled, optimizer)
+        assert not torch.equal(model[1].running_mean, before)
+
+    def test_statistics_that_move_all_the_same_are_an_error(self):
+        model, posterior, optimizer = self.made()
+        handle = holdfast.hold(optimizer, model, posterior, num_data=30, freeze_statistics=True)
+        self.step(model, optimizer)
+        model[1].running_mean += 1
+        with pytest.raises(holdfast.InertError, match="statistics of `1` moved"):
+            handle.remove()
+        handle.detach()
+
+    def test_a_pass_that_fails_leaves_the_mode_as_it_was(self):
+        model, posterior, optimizer = self.made()
+        with holdfast.hold(optimizer, model, posterior, num_data=30, freeze_statistics=True):
+            model.train()
+            with pytest.raises(RuntimeError):
+                model[1](torch.randn(8, 3).double())
+            assert model[1].training
+            self.step(model, optimizer)
 
     def test_nothing_to_freeze_is_an_error(self):
         model = nn.Linear(2, 2)

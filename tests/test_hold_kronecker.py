@@ -167,7 +167,7 @@ class TestRotate:
         for rotate in (False, True):
             model, posterior, x, y = start(make=make, dtype=dtype)
             made = OPTIMIZERS[optimizer](model.parameters())
-            with holdfast.hold(made, model, posterior, num_data=N, strength=STRENGTH, rotate=rotate):
+            with holdfast.hold(made, model, posterior, num_data=N, strength=STRENGTH, rotate=rotate, proximal=False):
                 steps(made, model, x, y, accumulate=accumulate, closure=closure)
             ends.append(weights(model))
         torch.testing.assert_close(*ends, rtol=0, atol=1e-12 if dtype == torch.float64 else 2e-5)
@@ -276,7 +276,9 @@ class TestRotate:
             posterior = holdfast.consolidate(holdfast.prior(model), model, fisher)
             model[0].bias.requires_grad_(True)
             optimizer = OPTIMIZERS["sgd"](model.parameters())
-            with holdfast.hold(optimizer, model, posterior, num_data=N, strength=STRENGTH, rotate=rotate):
+            with holdfast.hold(
+                optimizer, model, posterior, num_data=N, strength=STRENGTH, rotate=rotate, proximal=False
+            ):
                 steps(optimizer, model, x, y)
             ends.append(weights(model))
         torch.testing.assert_close(*ends, rtol=0, atol=1e-12)

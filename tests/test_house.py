@@ -11,9 +11,10 @@ import holdfast
 
 ROOT = Path(holdfast.__file__).parent
 ORDER = [
-    "errors", "devices", "identity", "params", "steps", "untouched", "elsewhere", "kernels", "likelihood", "precision",
-    "curvature", "diagnose", "probes", "posterior", "penalty", "rise", "hold", "distill", "forecast", "file", "head",
-    "variational", "predictive", "pruning", "storage", "integrations", "bench", "report", "cli",
+    "errors", "devices", "identity", "params", "pieces", "ranks", "steps", "untouched", "elsewhere", "kernels",
+    "likelihood", "precision", "curvature", "diagnose", "probes", "posterior", "penalty", "rise", "hold", "distill",
+    "forecast", "file", "folder", "head", "variational", "predictive", "pruning", "storage", "integrations", "bench",
+    "report", "cli",
 ]  # fmt: skip
 CORE = ORDER[: ORDER.index("integrations")]
 

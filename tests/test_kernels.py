@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 import holdfast
-from holdfast.kernels import add_gram_, add_pull_, add_squared_products_, in_one_pass, mirrored
+from holdfast.kernels import add_gram_, add_pull_, add_squared_products_, codes, in_one_pass, mirrored, shrink_
 from holdfast.kernels.products import plain_squared_products
-from holdfast.kernels.pull import plain_pull
+from holdfast.kernels.pull import plain_pull, takes_pull
 
 penalty = sys.modules["holdfast.penalty"]  # the front door has a function of that name
 
@@ -56,7 +56,8 @@ def roles(device, dtype=torch.float32):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize(("dtype", "within"), [(torch.float32, 1e-5), (torch.float64, 1e-12)])
-def test_the_pull_on_all_parameters(device, scaled, dtype, within):
+def test_the_pull_on_all_parameters(device, scaled, dtype, within, monkeypatch):
+    monkeypatch.setattr(codes, "PIECE", 1000)
     grads, params, means, entries = roles(device, dtype)
     scale = torch.tensor(0.3, device=device, dtype=dtype) if scaled else 0.3
     exact = [g + 0.3 * e * (p - m) for g, p, m, e in zip(grads, params, means, entries, strict=True)]
@@ -66,6 +67,25 @@ def test_the_pull_on_all_parameters(device, scaled, dtype, within):
         assert float(add(found, params, means, entries, scale)) == pytest.approx(float(value), rel=1e-4)
         for one, other in zip(found, exact, strict=True):
             torch.testing.assert_close(one, other, rtol=within, atol=within)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("device", DEVICES)
+def test_shrinking_all_parameters(device, dtype, monkeypatch):
+    monkeypatch.setattr(codes, "PIECE", 1000)
+    params, means, entries, _ = roles(device, dtype)
+    entries = [entry.square() for entry in entries]
+    exact = [
+        m.double() + (p.double() - m.double()) / (1 + 3.0 * e.double())
+        for p, m, e in zip(params, means, entries, strict=True)
+    ]
+    shrink_(params, means, entries, [3.0] * len(params))
+    for one, other in zip(params, exact, strict=True):
+        within = {torch.float32: 1e-6, torch.float64: 1e-14, torch.bfloat16: 3e-2}[dtype]
+        torch.testing.assert_close(one.double(), other, rtol=within, atol=within)
+    stay = [param.clone() for param in params]
+    shrink_(params, means, [torch.zeros_like(entry) for entry in entries], [3.0] * len(params))
+    assert all(torch.equal(one, other) for one, other in zip(params, stay, strict=True))
 
 
 def test_what_one_pass_can_serve():
@@ -80,16 +100,16 @@ def test_what_one_pass_can_serve():
 def test_a_hold_pulls_the_same_in_one_pass_and_parameter_by_parameter(device, monkeypatch):
     calls, ends = [], []
     one_pass = penalty.add_pull_
-    monkeypatch.setattr(penalty, "add_pull_", lambda *args: calls.append(1) or one_pass(*args))
+    monkeypatch.setattr(penalty, "add_pull_", lambda *args, **how: calls.append(1) or one_pass(*args, **how))
     for allowed in (True, False):
-        monkeypatch.setattr(penalty, "in_one_pass", in_one_pass if allowed else lambda *roles: False)
+        monkeypatch.setattr(penalty, "takes_pull", takes_pull if allowed else lambda *roles: False)
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)).to(device)
         x, y = torch.randn(12, 6, device=device), torch.arange(12, device=device) % 3
         fisher = holdfast.diagonal_fisher(model, [(x, y)], holdfast.categorical)
         posterior = holdfast.consolidate(holdfast.prior(model), model, fisher)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with holdfast.hold(optimizer, model, posterior, num_data=12, strength=3.0):
+        with holdfast.hold(optimizer, model, posterior, num_data=12, strength=3.0, proximal=False):
             for step in range(5):
                 optimizer.zero_grad()
                 nn.functional.cross_entropy(model(x.roll(step, 1)), y).backward()

@@ -55,6 +55,7 @@ def test_it_rests_at_the_maximum_of_the_posterior(name, strength):
     torch.testing.assert_close(model.weight.detach(), best, atol=2e-4, rtol=0)
 
 
+@pytest.mark.filterwarnings("ignore:`weight` is not finite any more:holdfast.HoldfastWarning")
 def test_where_the_gradient_diverges_it_does_not():
     ends = []
     for proximal in (False, True):
@@ -222,8 +223,111 @@ def test_what_has_no_closed_form_is_refused_with_what_to_do():
     with pytest.raises(holdfast.ArgumentError, match="not for Dense"):
         holdfast.hold(plain, line_model, dense, num_data=30, proximal=True)
     parted = torch.optim.SGD([{"params": [p], "lr": 0.1 * (i + 1)} for i, p in enumerate(model.parameters())], lr=0.1)
-    handle = holdfast.hold(parted, model, posterior, num_data=30, proximal=True)
+    with pytest.raises(holdfast.ArgumentError, match=r"`0.weight` in one optimizer.*proximal=False"):
+        holdfast.hold(parted, model, posterior, num_data=30, proximal=True)
+    handle = holdfast.hold(sgd, model, posterior, num_data=30, proximal=True)
+    model[0].bias.requires_grad_(False)  # later
     model(torch.randn(2, 4, dtype=torch.double)).sum().backward()
-    with pytest.raises(holdfast.ArgumentError, match=r"`0.weight` in one parameter group"):
-        parted.step()
+    before = model[0].weight.detach().clone()
+    with pytest.raises(holdfast.ArgumentError, match=r"`0.weight` in one optimizer.*proximal=False"):
+        sgd.step()
+    assert torch.equal(model[0].weight, before)  # said before anything moved
     handle.detach()
+    fast = torch.optim.SGD(line_model.parameters(), lr=0.1, momentum=1.0)
+    with pytest.raises(holdfast.ArgumentError, match=r"momentum is 1.*Leave it out"):
+        holdfast.hold(fast, line_model, diagonal, num_data=30, proximal=True)
+
+
+class TestWithoutBeingAsked:
+    def held(self, optimizer, model, posterior, **options):
+        handle = holdfast.hold(optimizer, model, posterior, num_data=50, **options)
+        handle.detach()
+        return handle.proximal
+
+    def test_sgd_steps_so_and_others_do_not(self):
+        model, posterior = made()
+        assert self.held(OPTIMIZERS["momentum"](model.parameters()), model, posterior)
+        assert not self.held(OPTIMIZERS["momentum"](model.parameters()), model, posterior, proximal=False)
+        assert not self.held(OPTIMIZERS["adam"](model.parameters()), model, posterior)
+        layered, factors, _ = kronecker()
+        assert self.held(OPTIMIZERS["sgd"](layered.parameters()), layered, factors)
+
+    def test_a_strength_at_which_the_gradient_diverges_is_no_matter(self):
+        model, posterior = made()
+        optimizer = OPTIMIZERS["momentum"](model.parameters())
+        x, y = line()
+        with holdfast.hold(optimizer, model, posterior, num_data=50, strength=1e6):
+            for _ in range(200):
+                optimizer.zero_grad()
+                (model(x) - y).square().mean().backward()
+                optimizer.step()
+        torch.testing.assert_close(model.weight.detach(), posterior.mean["weight"], atol=1e-3, rtol=0)
+
+    def test_what_has_no_closed_form_is_in_the_gradients(self):
+        model, posterior = made()
+        sgd = OPTIMIZERS["sgd"](model.parameters())
+        dense = Posterior(posterior.mean, holdfast.Dense({"weight": torch.Size([1, 3])}, torch.eye(3).double()))
+        twice = Posterior({name: mean + 1 for name, mean in posterior.mean.items()}, posterior.precision)
+        assert not self.held(sgd, model, dense)
+        assert not self.held(sgd, model, [posterior, twice])
+        assert not self.held(sgd, model, posterior, every=2)
+        assert not self.held(torch.optim.SGD(model.parameters(), lr=0.1, maximize=True), model, posterior)
+        layered, factors, _ = kronecker()
+        parted = torch.optim.SGD([{"params": [p], "lr": 0.1 * (i + 1)} for i, p in enumerate(layered.parameters())])
+        assert not self.held(parted, layered, factors)
+        assert not self.held(torch.optim.SGD(model.parameters(), lr=0.1, momentum=1.0), model, posterior)
+        layered[0].bias.requires_grad_(False)
+        assert not self.held(OPTIMIZERS["sgd"](layered.parameters()), layered, factors)
+
+    def test_groups_with_one_step_size_are_one(self):
+        model, posterior, _ = kronecker()
+        parted = torch.optim.SGD([{"params": [p]} for p in model.parameters()], lr=0.1, momentum=0.9)
+        assert self.held(parted, model, posterior)
+        rate = torch.tensor(0.1, dtype=torch.double)
+        optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9)
+        with holdfast.hold(optimizer, model, posterior, num_data=30) as handle:
+            assert handle.proximal
+            model(torch.randn(2, 4, dtype=torch.double)).sum().backward()
+            optimizer.step()
+
+    def test_narrow_weights_are_pulled_by_their_gradients(self):
+        """What is less than half a digit would be rounded away at every step."""
+        model = nn.Linear(20, 20, bias=False).bfloat16()
+        nn.init.constant_(model.weight, 1.0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9)
+        torch.manual_seed(0)
+        with holdfast.hold(optimizer, model, holdfast.prior(model, precision=100.0), num_data=1000) as handle:
+            assert not handle.proximal
+            for _ in range(5000):
+                model.weight.grad = (0.05 + torch.randn(20, 20)).bfloat16()
+                optimizer.step()
+        assert float((model.weight.detach().float() - 1).mean()) == pytest.approx(-0.5, abs=0.08)
+
+    def test_a_layer_that_is_frozen_in_part_later_is_pulled_by_its_gradients(self):
+        ends = []
+        for proximal in (None, False):
+            model, posterior, _ = kronecker()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            model[0].bias.requires_grad_(proximal is None)
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter += 0.1
+            with holdfast.hold(optimizer, model, posterior, num_data=30, proximal=proximal) as handle:
+                assert handle.proximal == (proximal is None)
+                model[0].bias.requires_grad_(False)
+                optimizer.zero_grad()
+                model(torch.ones(2, 4, dtype=torch.double)).sum().backward()
+                optimizer.step()
+            ends.append([parameter.detach().clone() for parameter in model.parameters()])
+        torch.testing.assert_close(*ends, rtol=0, atol=0)
+
+    def test_the_loss_of_a_closure_has_the_penalty_in_it(self):
+        told = []
+        for proximal in (True, False):
+            model, posterior = made()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            with holdfast.hold(optimizer, model, posterior, num_data=50, proximal=proximal) as handle:
+                penalty = handle.penalty
+                told.append(float(optimizer.step(lambda: torch.tensor(1.0))))
+        assert told[0] == pytest.approx(1 + penalty / 50)
+        assert told[0] == pytest.approx(told[1])

@@ -37,6 +37,7 @@ from .hold import Handle, Spent, hold
 from .likelihood import Likelihood, bernoulli, categorical, custom, gaussian, softened, tokens
 from .penalty import Quadratic, Term, penalty, penalty_gradient
 from .posterior import (
+    Covered,
     Memory,
     Posterior,
     consolidate,
@@ -48,7 +49,7 @@ from .posterior import (
     recalled,
     restore_,
 )
-from .precision import Dense, Diagonal, Kronecker, LowRank, Precision, Rotated, SignedDiagonal, Source, Sum
+from .precision import Dense, Diagonal, Kronecker, Logarithmic, LowRank, Precision, Rotated, SignedDiagonal, Source, Sum
 from .predictive import Calibration, Predictive, auroc, calibration, predictive
 from .probes import Answers, GaussianProbes, KeptInputs, Probes, gaussian_probes, kept_inputs
 from .pruning import density_at_zero, pruned_, signal_to_noise
@@ -66,6 +67,7 @@ __all__ = [
     "Calibration",
     "CheckError",
     "Coverage",
+    "Covered",
     "DataError",
     "Dense",
     "Diagnosis",
@@ -82,6 +84,7 @@ __all__ = [
     "Kronecker",
     "Likelihood",
     "LinearHead",
+    "Logarithmic",
     "LowRank",
     "MeanField",
     "Memory",

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from .errors import MismatchError
-from .params import all_parameters, some
+from .params import some, told_apart
 
 Found = TypeVar("Found")
 
@@ -29,7 +29,7 @@ def run_at(
     >>> run_at(line, {"weight": torch.tensor([[3.0]])}, lambda model: model(torch.ones(1)))
     tensor([3.])
     """
-    known = all_parameters(model)
+    known = told_apart(model)
     unknown = [name for name in params if name not in known]
     if unknown:
         raise MismatchError(f"the model has no {some(unknown)}.")

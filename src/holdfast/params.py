@@ -33,11 +33,11 @@ _TRANSPARENT = {
 _PEFT_LAYERS = {"BaseTunerLayer", "ModulesToSaveWrapper"}
 
 
-def _hidden(path: list[nn.Module]) -> Collection[str]:
+def _hidden(path: list[nn.Module], apart: bool) -> Collection[str]:
     """The children and parameters of the last module of `path` that are a wrapper's detail, and no part of names."""
     owner = path[-1]
     # PEFT keeps `lora_A.<adapter>.weight`, and a retrained module under `modules_to_save.<adapter>`.
-    adapters = isinstance(owner, (nn.ModuleDict, nn.ParameterDict)) and len(path) > 1
+    adapters = isinstance(owner, (nn.ModuleDict, nn.ParameterDict)) and len(path) > 1 and not apart
     if adapters and _PEFT_LAYERS & {base.__name__ for base in type(path[-2]).__mro__}:
         return {*owner._modules, *owner._parameters}
     return _transparent_children(type(owner).__mro__)
@@ -48,13 +48,16 @@ def _transparent_children(bases: tuple[type, ...]) -> frozenset[str]:
     return frozenset(_TRANSPARENT[base.__name__] for base in bases if base.__name__ in _TRANSPARENT)
 
 
-def _walked(model: nn.Module) -> list[tuple[str, nn.Module, Collection[str]]]:
-    """Every module under its canonical prefix, with what it hides; shared ones as often as they are used."""
+def _walked(model: nn.Module, *, apart: bool = False) -> list[tuple[str, nn.Module, Collection[str]]]:
+    """Every module under its canonical prefix, with what it hides; shared ones as often as they are used.
+
+    Names of adapters are hidden too, unless these are to be told `apart`.
+    """
     found: list[tuple[str, nn.Module, Collection[str]]] = []
 
     # At every step of a hold: no generators within generators.
     def walk(path: list[nn.Module], prefix: str) -> None:
-        hidden = _hidden(path)
+        hidden = _hidden(path, apart)
         found.append((prefix, path[-1], hidden))
         for key, child in path[-1]._modules.items():
             if child is not None and child not in path:
@@ -64,21 +67,22 @@ def _walked(model: nn.Module) -> list[tuple[str, nn.Module, Collection[str]]]:
     return found
 
 
-def _uses(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+def _uses(model: nn.Module, *, apart: bool = False) -> Iterator[tuple[str, nn.Parameter]]:
     """Every name of every parameter, in the order of `named_parameters`."""
-    for prefix, module, hidden in _walked(model):
+    for prefix, module, hidden in _walked(model, apart=apart):
         for key, parameter in module._parameters.items():
             if parameter is not None:
                 yield prefix.rstrip(".") if key in hidden else f"{prefix}{key}", parameter
 
 
-def _named(model: nn.Module) -> tuple[dict[str, nn.Parameter], dict[str, tuple[str, ...]]]:
-    """The parameters under their first name, and the other names of those that are tied."""
+def _named(model: nn.Module) -> tuple[dict[str, nn.Parameter], dict[str, tuple[str, ...]], list[str]]:
+    """The parameters under their first name, the other names of those that are tied, and names that two have."""
     if not isinstance(model, nn.Module):
         raise ArgumentError(f"a model (nn.Module) is needed, got {type(model).__name__}.")
     first: dict[int, str] = {}
     found: dict[str, nn.Parameter] = {}
     others: dict[str, tuple[str, ...]] = {}
+    double: list[str] = []
     for name, parameter in _uses(model):
         if is_lazy(parameter):
             raise ArgumentError(f"`{name}` has no shape yet. Run the model once on a batch before using it here.")
@@ -87,19 +91,36 @@ def _named(model: nn.Module) -> tuple[dict[str, nn.Parameter], dict[str, tuple[s
             if name != known and name not in others.get(known, ()):
                 others[known] = (*others.get(known, ()), name)
         elif name in found and found[name].requires_grad and parameter.requires_grad:
-            raise MismatchError(
-                f"two trainable parameters are both called `{name}` once wrappers and adapter names are "
-                "stripped. Freeze the adapter that is not in use."
-            )
+            double.append(name)
         elif name not in found or parameter.requires_grad:
             first[id(parameter)] = name
             found[name] = parameter
-    return found, others
+    return found, others, double
 
 
 def all_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Every parameter, frozen ones too, by canonical name: once each, tied or not."""
-    return _named(model)[0]
+    found, _, double = _named(model)
+    _require_single(double)
+    return found
+
+
+def _require_single(double: Collection[str]) -> None:
+    for name in double:
+        raise MismatchError(
+            f"two trainable parameters are both called `{name}` once wrappers and adapter names are "
+            "stripped. Freeze the adapter that is not in use."
+        )
+
+
+def told_apart(model: nn.Module) -> dict[str, nn.Parameter]:
+    """`all_parameters`, but of adapters that train beside each other with the adapter's own name in theirs."""
+    found, _, double = _named(model)
+    if not double:
+        return found
+    known = {id(parameter): name for name, parameter in found.items() if name not in double}
+    apart = {known.get(id(parameter), name): parameter for name, parameter in _uses(model, apart=True)}
+    return {name: parameter for name, parameter in apart.items() if name in found or parameter.requires_grad}
 
 
 def trainable(model: nn.Module, only: Only = None) -> dict[str, nn.Parameter]:
@@ -188,38 +209,61 @@ def matched(
     `wanted` may cover fewer parameters than the model has. With `grown`, a parameter may be larger than the
     memory's in any axis. Anything else that differs raises, and names what differs.
     """
-    found, others = _named(model)
+    found, others, double = _named(model)
+    _require_single([name for name in double if name in wanted])
     for first, more in others.items():
         found.update(dict.fromkeys(more, found[first]))
 
     missing = [name for name in wanted if name not in found]
+    spare = [name for name in found if name not in wanted] if missing else []
+    cure = _renamed({name: wanted[name] for name in missing}, {name: found[name].shape for name in spare})
     if wanted and len(missing) == len(wanted):
         merged = " Its adapter may have been merged into the weights, which its memory does not know."
         raise InertError(
             "no parameter of the memory is in this model, so nothing would be held. "
             f"The memory has {some(wanted)}; the model has {some(found)}."
-            + (merged if any(part.startswith("lora_") for name in missing for part in name.split(".")) else "")
+            + (merged if any(part.startswith("lora_") for name in missing for part in name.split(".")) else cure)
         )
     wrong = [f"it has {some(missing)}, which the model lacks"] if missing else []
-    smaller = larger = False
-    for name, want in wanted.items():
-        got = found[name].shape if name in found else want
-        if got != want and not (grown and contains(got, want)):
-            larger |= contains(got, want)
-            smaller |= not contains(got, want)
-            wrong.append(f"`{name}` has shape {tuple(got)} in the model and {tuple(want)} in the memory")
+    present = {name: (found[name].shape, want) for name, want in wanted.items() if name in found}
+    differ = {name: pair for name, pair in present.items() if pair[0] != pair[1] and not (grown and contains(*pair))}
+    wrong += [f"`{name}` {unlike(*pair)}" for name, pair in differ.items()]
     for name, more in (ties or {}).items():
         parted = [other for other in more if name in found and other in found and found[other] is not found[name]]
         if parted:
             wrong.append(f"`{name}` and {some(parted)} were one parameter when the memory was made and are not now")
     if wrong:
-        cure = (
-            " If layers grew, call posterior.expanded(model) first."
-            if larger and not smaller and not missing
-            else " Use the model the memory was made from, or make a new memory."
+        if differ and not missing and all(contains(*pair) for pair in differ.values()):
+            raise MismatchError(
+                f"this memory is of another model: {'; '.join(wrong)}. If layers grew, call posterior.expanded(model) "
+                "first."
+            )
+        raise MismatchError(
+            f"this memory is of another model: {'; '.join(wrong)}. Use the model the memory was made from, or make a "
+            f"new memory.{'' if differ else cure}"
         )
-        raise MismatchError(f"this memory is of another model: {'; '.join(wrong)}.{cure}")
     return {name: found[name] for name in wanted}
+
+
+def unlike(got: torch.Size, want: torch.Size) -> str:
+    """How a parameter of the model differs from the memory's."""
+    turned = len(got) == 2 and got == want[::-1]
+    return f"has shape {tuple(got)} in the model and {tuple(want)} in the memory{', transposed' if turned else ''}"
+
+
+def _renamed(missing: Mapping[str, torch.Size], spare: Mapping[str, torch.Size]) -> str:
+    """A guess, where each that is missing has one of its shape that the memory does not know, in their order."""
+    pairs: dict[str, str] = {}
+    for name, shape in missing.items():
+        alike = [other for other, size in spare.items() if size == shape and other not in pairs.values()]
+        if not alike:
+            return ""
+        pairs[name] = alike[0]
+    listed = ", ".join(f"{old!r}: {new!r}" for old, new in list(pairs.items())[:3])
+    more = ", ..." if len(pairs) > 3 else ""
+    return (
+        f" If layers were renamed, give them their new names: posterior.renamed({{{listed}{more}}})." if pairs else ""
+    )
 
 
 def renaming(names: Collection[str], known: Iterable[str], ties: Mapping[str, tuple[str, ...]]) -> dict[str, str]:

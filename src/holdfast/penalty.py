@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
-from .devices import tensor_cores
+from .devices import full, part, tensor_cores
 from .errors import InertError
-from .kernels import add_pull_, in_one_pass
+from .kernels import add_pull_, half_squares, in_one_pass, in_runs, takes_pull
+from .kernels.pull import Entries, Tensors
 from .params import matched, shapes
+from .pieces import in_pieces
 from .posterior import Memory, Posterior, as_posterior
 from .posterior.gaussian import difference
+from .posterior.placed import placed
+from .precision.applied import applied
 from .precision.base import inner
+from .precision.logarithmic import weights
 from .precision.packed import Packed, packed
 
 
@@ -26,19 +31,20 @@ def penalty(model: nn.Module, posterior: Posterior | Memory) -> Tensor:
     The Bayes objective for a mean loss over N new examples (or tokens) is `loss + penalty / N`. Inside a trainer prefer
     `hold`, which is right under gradient accumulation, clipping and mixed precision too.
     """
-    posterior = as_posterior(posterior)
+    posterior = placed(as_posterior(posterior), model)
     require_something_held(posterior)
-    delta = posterior.delta(model)
+    params = matched(model, shapes(posterior.mean), ties=posterior.ties)
     if not posterior.precision.shapes:  # a flat prior: zero, with a graph, so that a loop need not ask
-        return sum((0.0 * value.sum() for value in delta.values()), start=torch.zeros(()))
-    return (0.5 * posterior.precision.quadratic(delta)).to(next(model.parameters()).device)
+        return sum((full(0.0 * value.sum()) for value in posterior.delta(params).values()), start=torch.zeros(()))
+    delta = posterior.delta(params)
+    return (0.5 * inner(delta, applied(posterior.precision, delta))).to(next(model.parameters()).device)
 
 
 def penalty_gradient(model: nn.Module, posterior: Posterior | Memory) -> dict[str, Tensor]:
     """Λ(θ−μ), the gradient of `penalty` without a graph, for the parameters that Λ covers."""
-    posterior = as_posterior(posterior)
+    posterior = placed(as_posterior(posterior), model)
     with torch.no_grad():
-        return posterior.precision.matvec(posterior.delta(model))
+        return applied(posterior.precision, posterior.delta(model))
 
 
 class Term(Protocol):
@@ -77,11 +83,33 @@ class Drawn(Protocol):
         """What it draws with, if it has drawn. A CUDA graph must know of it (`register_generator_state`)."""
 
 
+@runtime_checkable
+class Resumable(Protocol):
+    """A term whose steps depend on those before."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the steps that follow depend on; nothing in it where that is the weights alone."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a saved state."""
+
+
+class Brought(Protocol):
+    """Means and entries that are elsewhere, brought to the parameters a piece at a time."""
+
+    def __call__(self, *roles: Sequence[Any], means: Tensors, entries: Entries) -> Iterator[tuple[Any, ...]]:
+        """Pieces of the roles, each with those of the mean and of the entries, where the roles are."""
+
+
 @dataclass(frozen=True)
 class Quadratic:
-    """The posterior's penalty as a term. A flat posterior is a term that acts on nothing."""
+    """The posterior's penalty as a term. A flat posterior is a term that acts on nothing.
+
+    Where the posterior is not on the parameters' device, `brought` brings it there, a piece at a time.
+    """
 
     posterior: Posterior
+    brought: Brought | None = None
 
     @property
     def num_data(self) -> float:
@@ -110,25 +138,67 @@ class Quadratic:
 
     def value(self, model: nn.Module) -> Tensor:
         with torch.no_grad():
-            return 0.5 * self.posterior.precision.quadratic(self.posterior.delta(model))
+            found = self._half_squares(self.held(model))
+            if found is None:
+                delta = self.posterior.delta(model)
+                found = 0.5 * inner(delta, applied(self.posterior.precision, delta))
+            return found
 
-    def add_gradient_(self, model: nn.Module, scale: float | Tensor, only: Collection[int]) -> Tensor:
+    def add_gradient_(
+        self, model: nn.Module, scale: float | Tensor, only: Collection[int], *, value: bool = True
+    ) -> Tensor:
+        """As every term's. Where the value is not asked for, zero may come in its place."""
         with torch.no_grad():
             params = self.held(model)
-            if not params:
+            mine = {name: parameter for name, parameter in params.items() if id(parameter) in only}
+            if not mine and not (params and value):
                 return torch.zeros(())
-            entries = self.posterior.precision.entrywise()
-            if entries is not None and all(id(parameter) in only for parameter in params.values()):
-                grads = [_gradient(parameter) for parameter in params.values()]
-                means = [self.posterior.mean[name] for name in params]
-                weights = [entries[name] for name in params]
-                if in_one_pass(grads, list(params.values()), means, weights):
-                    return add_pull_(grads, list(params.values()), means, weights, scale)
-            pull, value = self.pull(params)
-            add_scaled_(params, pull, scale, only)
-            return value
+            # The value is of all that is held, whatever this optimizer has of it.
+            found = self._add_by_entries_(mine, scale, value) if not value or len(mine) == len(params) else None
+            if found is None:
+                pull, found = self.pull(params)
+                add_scaled_(params, pull, scale, only)
+            return found
 
-    def pull(self, params: Mapping[str, nn.Parameter]) -> tuple[dict[str, Tensor], Tensor]:
+    def _add_by_entries_(self, params: Mapping[str, nn.Parameter], scale: float | Tensor, value: bool) -> Tensor | None:
+        """The same in few passes, where Λ is nothing but entries, and all tensors are plain or in pieces alike."""
+        # A sum over processes that is yet to be made, as the value in pieces and some gradients are, goes another way.
+        pieces = value and any(map(in_pieces, params.values()))
+        entries = None if pieces else weights(self.posterior.precision, params)
+        if entries is None:
+            return None
+        means = [self.posterior.mean[name] for name in params]
+        every = ([_gradient(parameter) for parameter in params.values()], list(params.values()), means)
+        if not _alike(*every):
+            return None
+        grads, held, means = ([part(tensor) for tensor in role] for role in every)
+        if self.brought is not None:
+            if not in_runs(grads, held):
+                return None
+            nats = torch.zeros(())
+            for grad, parameter, mean, entry in self.brought(grads, held, means=means, entries=entries):
+                found = add_pull_([grad], [parameter], [mean], [entry], scale, value=value)
+                nats = nats if found is None else nats + found
+            return nats
+        if not takes_pull(grads, held, means, entries):
+            return None
+        found = add_pull_(grads, held, means, entries, scale, value=value)
+        return torch.zeros(()) if found is None else found
+
+    def _half_squares(self, params: Mapping[str, nn.Parameter]) -> Tensor | None:
+        """½ δᵀΛδ without all of δ at once, where Λ is nothing but entries, and all tensors are plain."""
+        held, means = list(params.values()), [self.posterior.mean[name] for name in params]
+        entries = None if not held or any(map(in_pieces, held)) else weights(self.posterior.precision, params)
+        if entries is None:
+            return None
+        if self.brought is not None:
+            if not in_runs(held):
+                return None
+            rows = self.brought(held, means=means, entries=entries)
+            return torch.stack([half_squares(*([each] for each in row)) for row in rows]).sum()
+        return half_squares(held, means, entries) if in_runs(held, means, entries) else None
+
+    def pull(self, params: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Tensor]:
         """Λδ and ½ δᵀΛδ at the parameters held. Its matrix products use a GPU's TF32, whose ten bits do for a pull."""
         if self._packed is not None and self._packed.takes(params.values()):
             with tensor_cores():
@@ -139,7 +209,7 @@ class Quadratic:
         else:
             delta = {name: difference(*pair) for name, *pair in zip(params, params.values(), means, strict=True)}
         with tensor_cores():
-            pull = self.posterior.precision.matvec(delta)
+            pull = applied(self.posterior.precision, delta)
         return pull, 0.5 * inner(delta, pull)
 
 
@@ -150,6 +220,11 @@ def require_something_held(posterior: Posterior) -> None:
             f"the precision is zero everywhere although it stands for {posterior.num_data:g} {posterior.unit}s: the "
             "penalty would do nothing. Is the model saturated, or its output independent of its weights?"
         )
+
+
+def _alike(*roles: Sequence[Any]) -> bool:
+    """Whether the tensors of each parameter are in pieces in one way, or all of them whole."""
+    return all(len({getattr(each, "placements", None) for each in row}) == 1 for row in zip(*roles, strict=True))
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:

@@ -8,6 +8,8 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import nn
 
+from .pieces import resharded
+
 
 @contextmanager
 def _without_onednn() -> Iterator[None]:
@@ -75,6 +77,7 @@ def untouched(model: nn.Module) -> Iterator[None]:
             for parameter, grad, required in grads:
                 parameter.requires_grad_(required)
                 parameter.grad = grad
+            resharded(model)
 
 
 @contextmanager

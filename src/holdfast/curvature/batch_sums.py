@@ -14,9 +14,9 @@ from ..errors import ArgumentError
 from ..likelihood import Likelihood
 from ..params import trainable, unwrapped
 from ..precision import Diagonal
-from ..untouched import untouched
+from ..ranks import Ranks, ranks_of
 from .batches import Forward, read
-from .ranks import Ranks, ranks_of
+from .replicas import alike
 from .scores import Scoring, accumulators, backward, differentiated, require_finite_scores
 
 
@@ -70,8 +70,8 @@ def batch_sum_fisher(
         total = accumulators(named)
         fourth = {name: entries.sum(dtype=torch.float64) for name, entries in total.items()}
         squares = 0
-        with untouched(model), ranks.together():
-            for batch in ranks.in_step(read(batches, model)):
+        with ranks.together(), alike(model, ranks):
+            for batch in ranks.in_step(read(batches, model, empty=ranks.apart)):
                 for draw in range(draws):
                     scored, losses = scoring.counted(batch) if draw == 0 else scoring.drawn_again(batch)
                     if targets == "observed":

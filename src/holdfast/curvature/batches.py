@@ -55,8 +55,11 @@ class Batch:
         return tuple(tensor.shape for tensor in self.tensors)
 
 
-def read(batches: Iterable[Any], model: nn.Module) -> Iterator[Batch]:
-    """The batches one after another, checked, on the device of the model's first parameter."""
+EMPTY = "there are no batches: the loader is empty, or an iterator that was already used up."
+
+
+def read(batches: Iterable[Any], model: nn.Module, *, empty: bool = False) -> Iterator[Batch]:
+    """The batches one after another, checked, on the device of the model's first parameter; none only if `empty`."""
     require_batches(batches)
     device = next(model.parameters()).device
     index = -1
@@ -85,8 +88,8 @@ def read(batches: Iterable[Any], model: nn.Module) -> Iterator[Batch]:
 
         given = _parted(index, content, size).target
         yield replace(_parted(index, tree_map(move, content), size), given=given)
-    if index < 0:
-        raise DataError("there are no batches: the loader is empty, or an iterator that was already used up.")
+    if index < 0 and not empty:
+        raise DataError(EMPTY)
 
 
 def run(model: nn.Module, batch: Batch, forward: Forward | None) -> Any:

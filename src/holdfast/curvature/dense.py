@@ -13,12 +13,13 @@ from ..likelihood import Likelihood
 from ..params import Only, shapes, trainable, unwrapped
 from ..precision import Dense
 from ..precision.base import require_dense
-from ..untouched import untouched
+from ..ranks import Ranks
 from .batches import Forward
 from .engine import MEMORY, Engine
 from .forms import Form, Limit, wide
 from .graph import Graph
 from .plan import Plan, Site
+from .replicas import alike, replicas_of
 from .scores import Scoring, Targets
 
 
@@ -38,13 +39,14 @@ def dense_fisher(
 
     The arguments are those of `diagonal_fisher`; `only="head.*"` takes it of a part of a model.
     """
-    model = unwrapped(model)
-    named = trainable(model, only)
-    require_dense(sum(parameter.numel() for parameter in named.values()))
-    engine = Engine(Scoring(model, likelihood, targets, seed, forward), named, memory, taps=taps)
-    outer = _OuterProducts(named, engine.limit)
-    with untouched(model):
-        source = engine.collect(batches, outer)
+    with replicas_of(model) as ranks:
+        model = unwrapped(model)
+        named = trainable(model, only)
+        require_dense(sum(parameter.numel() for parameter in named.values()))
+        engine = Engine(Scoring(model, likelihood, targets, seed, forward, ranks), named, memory, taps=taps)
+        outer = _OuterProducts(named, engine.limit)
+        with alike(model, ranks):
+            source = engine.collect(batches, outer)
     return Dense(shapes(named), (outer.total + outer.total.T) / 2, (source,))
 
 
@@ -108,6 +110,9 @@ class _OuterProducts:
         for rows in self._columns:
             self.total.addmm_(rows.T, rows)
         self._columns.clear()
+
+    def meet(self, ranks: Ranks) -> None:
+        ranks.add_(self.total)
 
     def _part(self, column: int, name: str) -> Tensor:
         start = self._starts[name]

@@ -10,9 +10,9 @@ from torch import nn
 from ..likelihood import Likelihood
 from ..params import Only, trainable, unwrapped
 from ..precision import Diagonal
-from ..untouched import untouched
 from .batches import Forward
 from .engine import MEMORY, Engine
+from .replicas import alike, replicas_of
 from .scores import Scoring, Targets, accumulators
 from .squares import Squares
 
@@ -40,11 +40,15 @@ def diagonal_fisher(
     It costs about one training pass: gradients are tapped where operations use the parameters, and what cannot be
     tapped goes some examples at a time (`coverage` tells which). `memory` is how many bytes the gradients of single
     examples may take at once; `taps=False` takes every parameter the general way.
+
+    Of a model in DistributedDataParallel, call it on all ranks, each with batches of its own: all get the Fisher of all
+    the data. Sampled labels are other ones on each rank.
     """
-    model = unwrapped(model)
-    named = trainable(model, only)
-    engine = Engine(Scoring(model, likelihood, targets, seed, forward), named, memory, taps=taps)
-    total = accumulators(named)
-    with untouched(model):
-        source = engine.collect(batches, Squares(named, total, engine.limit))
+    with replicas_of(model) as ranks:
+        model = unwrapped(model)
+        named = trainable(model, only)
+        engine = Engine(Scoring(model, likelihood, targets, seed, forward, ranks), named, memory, taps=taps)
+        total = accumulators(named)
+        with alike(model, ranks):
+            source = engine.collect(batches, Squares(named, total, engine.limit))
     return Diagonal(total, (source,))

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..errors import ArgumentError, CheckError
 from ..precision import Source
+from ..ranks import Ranks
 from .batches import Batch, read
 from .forms import Form, Limit
 from .general import General, Scores
@@ -48,6 +49,9 @@ class Collector(Protocol):
 
     def finish(self) -> None:
         """A batch is through."""
+
+    def meet(self, ranks: Ranks) -> None:
+        """All batches are through: add what the ranks that went apart have found."""
 
     def score(self, name: str, scores: Tensor) -> None:
         """What the general path gives of a parameter: (examples, columns, *shape)."""
@@ -119,8 +123,9 @@ class Engine:
         return self._planned(batch, given)
 
     def collect(self, batches: Iterable[Any], collector: Collector) -> Source:
-        """Let a collector have all batches; where the data came from."""
-        for batch in read(batches, self._scoring.model):
+        """Let a collector have all batches, of all replicas; where the data came from."""
+        ranks = self._scoring.ranks
+        for batch in read(batches, self._scoring.model, empty=ranks.apart):
             made = self.prepared(batch)
             with backward(made.losses):
                 collector.begin(made.plan, made.graph, made.batch.size, len(made.losses))
@@ -133,7 +138,9 @@ class Engine:
                 collector.finish()
             require_finite_scores(collector.sums, batch.index, self._scoring.doubts)
             del made
-        return self._scoring.source()
+        source = self._scoring.source()  # where a rank that has stopped is heard of: from here on, all go on or none
+        collector.meet(ranks)
+        return source
 
     def _planned(self, batch: Batch, given: list[Tensor]) -> Pass:
         """The batch, its losses taken out of the list (nobody else may keep their graph alive) or made."""

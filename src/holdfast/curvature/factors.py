@@ -12,6 +12,7 @@ from ..errors import DataError
 from ..kernels import add_gram_, add_squares_, mirrored
 from ..precision.factors import diagonal
 from ..precision.layers import Layer
+from ..ranks import Ranks
 from .forms import CACHED, Form, Limit, Products, Shifted, wide
 from .graph import Graph
 from .known import Known, turned
@@ -122,6 +123,30 @@ class Factors:
     def score(self, name: str, scores: Tensor) -> None:
         self._squares.score(name, scores)
 
+    def meet(self, ranks: Ranks) -> None:
+        """Add up the layers that any rank has met: one may have had no batch that reaches a layer, or none at all."""
+        if not ranks.apart:
+            return
+        folded = {name for pair in self._known.biases.items() for name in pair}
+        said = ranks.gathered((list(self.layers), {name: why for name, why in self.why.items() if name not in folded}))
+        every = {layer.weight: layer for layers, _ in said for layer in layers}
+        for layer in (layer for layers, _ in said for layer in layers):
+            others = [why for _, why in said for name in layer.shapes if name in why]
+            if others or every[layer.weight] != layer:
+                raise DataError(
+                    f"`{layer.weight}` is a layer on one rank, and used in another way on a different one, so that its "
+                    "factors would be of two things. Give all ranks batches that the model treats alike, leave it out "
+                    "with `only=`, or use diagonal_fisher."
+                )
+        self._known.why |= {name: why for _, each in said for name, why in each.items()}
+        for _, layer in sorted(every.items()):
+            sums = self.layers.setdefault(layer, self._empty(layer))
+            places = torch.as_tensor(sums.places, dtype=torch.long, device=sums.outputs.device)
+            ranks.add_(sums.outputs, sums.inputs, places, *([] if sums.ones is None else [sums.ones]))
+            sums.places = places
+        kept = {name for layer in every.values() for name in layer.shapes} if not self.exact_trace else set()
+        ranks.add_(*(entries for name, entries in self.total.items() if name not in kept))
+
     def _serve(self, plan: Plan) -> None:
         self._served = {site: name for name in self._known.biases for site in plan.sites.get(name, ())}
         folded = {name for pair in self._known.biases.items() for name in pair}
@@ -187,6 +212,11 @@ class Factors:
         layer = Layer(
             name, self._known.biases[name], parameter.shape, parts.groups, rows, parts.inputs_left != seen_turned
         )
+        self.layers[layer] = self._empty(layer)
+        return layer
+
+    def _empty(self, layer: Layer) -> Sums:
+        parameter = self._named[layer.weight]
         outputs, inputs = (
             torch.zeros(
                 layer.groups, *[size] * (1 + (size <= self._widest)), dtype=wide(parameter), device=parameter.device
@@ -194,8 +224,7 @@ class Factors:
             for size in (layer.outputs, layer.inputs - (layer.bias is not None))
         )
         ones = None if layer.bias is None else inputs.new_zeros(layer.groups, inputs.shape[-1])
-        self.layers[layer] = Sums(outputs, inputs, ones)
-        return layer
+        return Sums(outputs, inputs, ones)
 
 
 def _add_(total: Tensor, sides: Tensor, ones: Tensor | None = None) -> None:

@@ -13,8 +13,8 @@ from ..errors import ArgumentError, DataError
 from ..likelihood import Likelihood
 from ..params import trainable, unwrapped
 from ..precision import SignedDiagonal
-from ..untouched import untouched
 from .batches import Forward, read
+from .replicas import alike, replicas_of
 from .scores import Scoring, accumulators, backward, require_finite_scores
 
 _ROWS_AT_ONCE = 64
@@ -76,23 +76,26 @@ def _summed(
     diagonal: Callable[[Sequence[Tensor], Sequence[Tensor]], list[Tensor]],
 ) -> SignedDiagonal:
     """Sum over the batches what `diagonal` makes of a batch's differentiable gradient."""
-    model = unwrapped(model)
-    named = trainable(model)
-    parameters = list(named.values())
-    total = accumulators(named)
-    scoring = Scoring(model, likelihood, "observed", 0, forward)
-    # The fused attention kernels have no second derivative; the plain one has.
-    with untouched(model), sdpa_kernel(SDPBackend.MATH):
-        for batch in read(batches, model):
-            batch, losses = scoring.counted(batch)
-            with backward(losses):
-                gradients = torch.autograd.grad(losses.sum(), parameters, create_graph=True, materialize_grads=True)
-                require_twice(gradients)
-                for name, entries in zip(named, diagonal(gradients, parameters), strict=True):
-                    total[name] += entries.detach().to(total[name].dtype)
-            del losses, gradients
-            require_finite_scores(total, batch.index, scoring.doubts)
-    return SignedDiagonal(total, (scoring.source(),))
+    with replicas_of(model) as ranks:
+        model = unwrapped(model)
+        named = trainable(model)
+        parameters = list(named.values())
+        total = accumulators(named)
+        scoring = Scoring(model, likelihood, "observed", 0, forward, ranks)
+        # The fused attention kernels have no second derivative; the plain one has.
+        with alike(model, ranks), sdpa_kernel(SDPBackend.MATH):
+            for batch in read(batches, model, empty=ranks.apart):
+                batch, losses = scoring.counted(batch)
+                with backward(losses):
+                    gradients = torch.autograd.grad(losses.sum(), parameters, create_graph=True, materialize_grads=True)
+                    require_twice(gradients)
+                    for name, entries in zip(named, diagonal(gradients, parameters), strict=True):
+                        total[name] += entries.detach().to(total[name].dtype)
+                del losses, gradients
+                require_finite_scores(total, batch.index, scoring.doubts)
+        source = scoring.source()
+        ranks.add_(*total.values())
+    return SignedDiagonal(total, (source,))
 
 
 def require_twice(gradients: Sequence[Tensor]) -> None:

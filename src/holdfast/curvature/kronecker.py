@@ -16,10 +16,10 @@ from ..precision import Diagonal, Kronecker, Precision, Source
 from ..precision.factors import diagonal
 from ..precision.layers import Layer
 from ..precision.terms import Term
-from ..untouched import untouched
 from .batches import Forward
 from .engine import MEMORY, Engine
 from .factors import Factors
+from .replicas import alike, replicas_of
 from .scores import Scoring, Targets, accumulators
 
 # A factor over more directions than this is kept as its diagonal: as a matrix it would take over 256 MiB.
@@ -55,15 +55,14 @@ def kronecker_fisher(
     """
     if not isinstance(widest, int) or isinstance(widest, bool) or widest < 1:
         raise ArgumentError(f"widest is the number of directions up to which a factor is a matrix, got {widest!r}.")
-    model = unwrapped(model)
-    named = trainable(model, only)
-    scoring = Scoring(model, likelihood, targets, seed, forward)
-    engine = Engine(scoring, named, memory, beside=True)
-    factors = Factors(
-        named, accumulators(named), engine.limit, widest, exact_trace=exact_trace, tokens=likelihood.unit == "token"
-    )
-    with untouched(model):
-        source = engine.collect(batches, factors)
+    with replicas_of(model) as ranks:
+        model = unwrapped(model)
+        named = trainable(model, only)
+        engine = Engine(Scoring(model, likelihood, targets, seed, forward, ranks), named, memory, beside=True)
+        total, tokens = accumulators(named), likelihood.unit == "token"
+        factors = Factors(named, total, engine.limit, widest, exact_trace=exact_trace, tokens=tokens)
+        with alike(model, ranks):
+            source = engine.collect(batches, factors)
     return _assembled(factors, named, source)
 
 

@@ -15,12 +15,13 @@ from ..params import Only, trainable, unwrapped
 from ..precision import LowRank
 from ..precision.lowrank import require_rank
 from ..precision.woodbury import COLUMNS, flat
-from ..untouched import untouched
+from ..ranks import Ranks
 from .batches import Forward
 from .engine import MEMORY, Engine
 from .forms import Form
 from .graph import Graph
 from .plan import Plan, Site
+from .replicas import alike, replicas_of
 from .scores import Scoring, Targets, accumulators, backward
 from .sketch import Sketch
 from .squares import Squares
@@ -49,32 +50,36 @@ def lowrank_fisher(
     that diag Λ = diag F always.
 
     It takes 2·rank numbers for each parameter while it runs and keeps rank + 1. The other arguments are those of
-    `diagonal_fisher`.
+    `diagonal_fisher`. Replicas (DistributedDataParallel) join their rows where 2·rank hold them all, and the directions
+    are those of one process; else each rank cuts its own to its `rank` longest first.
     """
     require_rank(rank)
     if rows is not None and (not isinstance(rows, int) or isinstance(rows, bool) or rows < 1):
         raise ArgumentError(f"rows is how many sums of scores a batch gives, a positive integer; got {rows!r}.")
-    model = unwrapped(model)
-    named = trainable(model, only)
-    entries = sum(parameter.numel() for parameter in named.values())
-    if rank > entries:
-        raise ArgumentError(
-            f"a rank of {rank} is more than the {entries} entries of the parameters have directions. Give a smaller "
-            "one, or take dense_fisher, which is exact."
-        )
-    scoring = Scoring(model, likelihood, targets, seed, forward)
-    engine = Engine(scoring, named, memory, taps=taps)
-    total = accumulators(named)
-    sketch = Sketch(named, rank, rows, seed, engine.limit, scoring.doubts)
-    with untouched(model):
-        source = engine.collect(batches, _Both(Squares(named, total, engine.limit), sketch))
-        with torch.no_grad(), backward(next(iter(total.values()))):
-            factors = sketch.directions()
-            found = len(next(iter(factors.values())))
-            if sketch.exact and sketch.scores <= rank:
-                total = {name: torch.zeros_like(each) for name, each in total.items()}
-            else:
-                _split_(total, factors)
+    with replicas_of(model) as ranks:
+        model = unwrapped(model)
+        named = trainable(model, only)
+        entries = sum(parameter.numel() for parameter in named.values())
+        if rank > entries:
+            raise ArgumentError(
+                f"a rank of {rank} is more than the {entries} entries of the parameters have directions. Give a "
+                "smaller one, or take dense_fisher, which is exact."
+            )
+        scoring = Scoring(model, likelihood, targets, seed, forward, ranks)
+        engine = Engine(scoring, named, memory, taps=taps)
+        total = accumulators(named)
+        sketch = Sketch(named, rank, rows, ranks.seed(seed), engine.limit, scoring.doubts)
+        with alike(model, ranks):
+            source = engine.collect(batches, _Both(Squares(named, total, engine.limit), sketch))
+            with torch.no_grad(), backward(next(iter(total.values()))):
+                factors = sketch.directions()
+                found = len(next(iter(factors.values())))
+                if sketch.exact and sketch.scores <= rank:
+                    total = {name: torch.zeros_like(each) for name, each in total.items()}
+                else:
+                    total = {name: each.contiguous() for name, each in total.items()}
+                    _split_(total, factors)
+                ranks.share_(*total.values(), *factors.values())  # eigenvectors may turn with the last digit
     if found < rank:
         warnings.warn(
             f"rank={rank} is more than the data fills: there are {sketch.scores} scores, and the Fisher is exact with "
@@ -116,6 +121,10 @@ class _Both:
 
     def finish(self) -> None:
         self._squares.finish()
+
+    def meet(self, ranks: Ranks) -> None:
+        self._squares.meet(ranks)
+        self._sketch.meet(ranks)
 
 
 def _split_(total: Mapping[str, Tensor], factors: Mapping[str, Tensor]) -> None:

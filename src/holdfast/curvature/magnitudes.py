@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from ..ranks import Ranks
 from .forms import CACHED, Form, Limit, Lookup, Products, Rows, Shifted, add_outer_
 from .graph import Graph
 from .joined import Joined
@@ -48,6 +49,10 @@ class Magnitudes:
 
     def finish(self) -> None:
         """A batch is through."""
+
+    def meet(self, ranks: Ranks) -> None:
+        """All batches are through, of all ranks."""
+        ranks.add_(*self._total.values())
 
     @torch.no_grad()
     def score(self, name: str, scores: Tensor) -> None:

@@ -16,6 +16,7 @@ from ..params import chosen, some, trainable, unwrapped
 from ..precision import Precision
 from .batches import Forward
 from .engine import MEMORY
+from .replicas import replicas_of
 from .scores import Targets
 
 
@@ -40,23 +41,8 @@ def mixed_fisher(
     functools.partial(holdfast.lowrank_fisher, rank=32). The data is read once for each pattern, so a one-shot iterator
     is refused. Between parts there is no curvature.
     """
-    named = trainable(unwrapped(model))
-    if not structures:
-        raise ArgumentError('mixed_fisher needs a structure for each part: {"*": holdfast.kronecker_fisher}.')
-    if isinstance(batches, Iterator):
-        raise DataError(
-            "the data is read once for each pattern, and an iterator can be read once. Give a list, or a loader."
-        )
-    left, parts = dict(named), []
-    for pattern, fisher in structures.items():
-        _require_structure(pattern, fisher)
-        mine = chosen(left, pattern)
-        if not mine:
-            raise ArgumentError(f"no parameter is left for `{pattern}`. Left: {some(left)}.")
-        left = {name: parameter for name, parameter in left.items() if name not in mine}
-        parts.append((fisher, list(mine)))
-    if left:
-        raise ArgumentError(f'no pattern fits {some(left)}. Add "*" as the last one, for all the rest.')
+    with replicas_of(model):
+        parts = _parts(model, batches, structures)
     shared = {"targets": targets, "seed": seed, "forward": forward, "memory": memory}
     found = []
     for fisher, names in parts:
@@ -69,6 +55,29 @@ def mixed_fisher(
             "is the last one dropped? Give batches that stay as they are, or a list."
         )
     return functools.reduce(operator.add, found)
+
+
+def _parts(
+    model: nn.Module, batches: Iterable[Any], structures: Mapping[str, Callable[..., Precision]]
+) -> list[tuple[Callable[..., Precision], list[str]]]:
+    """Each structure, and the names that fall to it."""
+    if not structures:
+        raise ArgumentError('mixed_fisher needs a structure for each part: {"*": holdfast.kronecker_fisher}.')
+    if isinstance(batches, Iterator):
+        raise DataError(
+            "the data is read once for each pattern, and an iterator can be read once. Give a list, or a loader."
+        )
+    left, parts = trainable(unwrapped(model)), []
+    for pattern, fisher in structures.items():
+        _require_structure(pattern, fisher)
+        mine = chosen(left, pattern)
+        if not mine:
+            raise ArgumentError(f"no parameter is left for `{pattern}`. Left: {some(left)}.")
+        left = {name: parameter for name, parameter in left.items() if name not in mine}
+        parts.append((fisher, list(mine)))
+    if left:
+        raise ArgumentError(f'no pattern fits {some(left)}. Add "*" as the last one, for all the rest.')
+    return parts
 
 
 def _require_structure(pattern: str, fisher: object) -> None:

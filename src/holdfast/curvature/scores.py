@@ -16,10 +16,11 @@ from ..likelihood import Likelihood
 from ..likelihood.base import as_tensor
 from ..params import all_parameters, some
 from ..precision import Source
-from .batches import Batch, Forward, require_finite_output, run
+from ..ranks import Ranks
+from .batches import EMPTY, Batch, Forward, require_finite_output, run
 from .doubts import Doubts
 from .forms import wide
-from .ranks import Ranks
+from .suited import require_separable, require_whole
 
 Targets = Literal["expected", "sampled", "observed"]
 
@@ -58,8 +59,8 @@ class Scoring:
         if not isinstance(seed, int):
             raise ArgumentError(f"a seed is an integer, got {seed!r}.")
         if ranks is None:
-            _require_whole(model)
-        _require_separable(model)
+            require_whole(model)
+        require_separable(model)
         self.model = model
         self.likelihood = likelihood
         self.targets: str | None = targets
@@ -136,10 +137,19 @@ class Scoring:
     def source(self) -> Source:
         """Where what was computed from the batches counted, at the model's weights, came from."""
         self.doubts.settle()
-        own = (float(self._count), *torch.stack(self._data).sum(0).tolist())
-        num_data, *data = (sum(each) for each in zip(*self.ranks.shares(own), strict=True))
+        own = (float(self._count), *torch.stack(self._data).sum(0).tolist()) if self._data else (0.0, 0, 0)
+        shares = [each for each in self.ranks.shares((own, self.targets, bool(self._data))) if each[-1]]
+        if not shares:
+            raise DataError(EMPTY)
+        num_data, *data = (sum(each) for each in zip(*(own for own, _, _ in shares), strict=True))
         if num_data <= 0:
             raise DataError("no label counts: every position of every batch is ignored.")
+        chosen = sorted({str(targets) for _, targets, _ in shares})
+        if len(chosen) > 1:
+            raise DataError(
+                f"the outputs of some ranks call for {chosen[0]} labels, and of others for {chosen[1]}. Say which "
+                f"all take: targets='{chosen[1]}'."
+            )
         weights = fingerprints(all_parameters(self.model))
         return Source(
             id=digest(
@@ -148,7 +158,7 @@ class Scoring:
             size=num_data,
             unit=self.likelihood.unit,
             likelihood=self.likelihood.name,
-            targets=str(self.targets),
+            targets=chosen[0],
             weights=weights,
         )
 
@@ -262,26 +272,3 @@ def _not_rows(size: int, got: str) -> str:
         f"a batch of {size} gave {got}: the first axis must be the examples. A squeeze() without an axis drops it in a "
         "batch of one; a time axis in front can be moved with `forward=`."
     )
-
-
-def _require_whole(model: nn.Module) -> None:
-    for name, parameter in model.named_parameters():
-        if type(parameter.data).__name__ == "DTensor":
-            raise ArgumentError(
-                f"`{name}` is sharded over processes (a DTensor), and batch_sum_fisher alone takes such models. Other "
-                "Fishers and Hessians are taken before a model is sharded, or on a copy of it with full weights."
-            )
-
-
-def _require_separable(model: nn.Module) -> None:
-    for name, module in model.named_modules():
-        if type(module).__name__ == "FullyShardedDataParallel":
-            raise ArgumentError(
-                f"`{name or 'the model'}` is a FullyShardedDataParallel, whose parameters are pieces of a flat tensor. "
-                "Shard the model with torch.distributed.fsdp.fully_shard instead, and use batch_sum_fisher."
-            )
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is None:
-            raise DataError(
-                f"`{name}` normalizes by the statistics of the batch even in evaluation mode (track_running_stats="
-                "False), so an example has no gradient of its own. Track running statistics, or use GroupNorm."
-            )

@@ -13,10 +13,10 @@ from ..likelihood import Likelihood
 from ..likelihood.base import as_tensor
 from ..params import Only, trainable, unwrapped
 from ..precision import Diagonal
-from ..untouched import untouched
 from .batches import Forward
 from .engine import MEMORY, Engine
 from .magnitudes import Magnitudes
+from .replicas import alike, replicas_of
 from .scores import Scoring, accumulators
 
 
@@ -40,12 +40,13 @@ def sensitivity(
     scale is the published one: mean loss + λ Σ Ω δ², with Ω the mean over examples, is what a hold to λ · Λ minimizes
     on as many new examples as these. So λ is to be chosen, and ½ δᵀΛδ is no forecast of a loss.
     """
-    model = unwrapped(model)
-    named = trainable(model, only)
-    engine = Engine(Scoring(model, _SquaredLength(), "expected", 0, forward), named, memory, taps=taps)
-    total = accumulators(named)
-    with untouched(model):
-        source = engine.collect(batches, Magnitudes(named, total, engine.limit))
+    with replicas_of(model) as ranks:
+        model = unwrapped(model)
+        named = trainable(model, only)
+        engine = Engine(Scoring(model, _SquaredLength(), "expected", 0, forward, ranks), named, memory, taps=taps)
+        total = accumulators(named)
+        with alike(model, ranks):
+            source = engine.collect(batches, Magnitudes(named, total, engine.limit))
     if not any(bool(entries.any()) for entries in total.values()):
         raise InertError(
             "no weight changes the length of an output, so the precision would be zero: outputs that are zero have no "

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..devices import sent
+from ..ranks import Ranks
 from .doubts import Doubts
 from .forms import Form, Limit, Products, Shifted, wide
 from .graph import Graph
@@ -106,6 +107,28 @@ class Sketch:
         for column, (runs, place) in enumerate(zip(self._runs, self._places, strict=True)):
             rows = self._rows[name][place]
             rows += runs.of(scores[:, column].to(rows.dtype), start)
+
+    @torch.no_grad()
+    def meet(self, ranks: Ranks) -> None:
+        """Join the rows of ranks that went apart, one rank's after another's: the longest of each, unless all fit."""
+        if not ranks.apart:
+            return
+        if sum(ranks.gathered(self._filled)) > self._capacity and self._filled > self._rank:
+            self._cut()
+        said = ranks.gathered((self._filled, self.scores, self.exact))
+        mine = {name: rows[: self._filled].clone() for name, rows in self._rows.items()}
+        self._filled, self._lengths = 0, torch.zeros(0, dtype=torch.float64)
+        for place, (count, _, _) in enumerate(said):
+            if self._filled + count > self._capacity:
+                self._cut()
+            for name, rows in self._rows.items():
+                theirs = rows[self._filled : self._filled + count]
+                if place == ranks.place:
+                    theirs.copy_(mine.pop(name))
+                ranks.share_(theirs, place=place)
+            self._filled += count
+        self.scores = sum(scores for _, scores, _ in said)
+        self.exact = all(exact for _, _, exact in said)
 
     def directions(self) -> dict[str, Tensor]:
         """The rows that are kept, (rank or fewer, *shape). The sketch ends with it."""

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..ranks import Ranks
 from .forms import Form, Limit, Products, Rows, add_outer_
 from .graph import Graph
 from .joined import Joined
@@ -62,6 +63,10 @@ class Squares:
         for total, left, right in self._rank_one.values():
             add_outer_(total, left, right)
         self._rank_one.clear()
+
+    def meet(self, ranks: Ranks) -> None:
+        """All batches are through, of all ranks."""
+        ranks.add_(*self._total.values())
 
     def score(self, name: str, scores: Tensor) -> None:
         """What the general path gives of a parameter: (examples, columns, *shape)."""

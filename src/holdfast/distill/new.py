@@ -35,7 +35,7 @@ class NewInputs:
                 tensors = [each for each in given if isinstance(each, Tensor)]
                 source._seen = tensors[0].detach() if tensors else None
 
-        self._hook = model.register_forward_pre_hook(look, with_kwargs=True)
+        self._hook = model.register_forward_pre_hook(look, with_kwargs=True, prepend=True)  # as it was called
         finalize(self, self._hook.remove)  # with whoever asked for it: the hold that it is a term of
 
     def draw(self, count: int, generator: torch.Generator) -> Tensor:

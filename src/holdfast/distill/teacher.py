@@ -9,6 +9,7 @@ from torch import nn
 
 from ..errors import InertError
 from ..params import unwrapped
+from ..pieces import resharded
 from ..posterior.recalled import Forward
 from ..untouched import evaluating
 
@@ -33,5 +34,8 @@ class Given:
         self._teacher = teacher
 
     def __call__(self, model: nn.Module, forward: Forward, inputs: Any) -> Any:
-        with torch.no_grad(), evaluating(self._teacher):
-            return forward(self._teacher, inputs)
+        try:
+            with torch.no_grad(), evaluating(self._teacher):
+                return forward(self._teacher, inputs)
+        finally:
+            resharded(self._teacher)

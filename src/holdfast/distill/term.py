@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 
 from ..errors import ArgumentError, HoldfastError, InertError, MismatchError, require_number
 from ..likelihood import Likelihood
 from ..params import trainable, unwrapped
 from ..penalty import add_scaled_
+from ..pieces import averaged, resharded, sharded
 from ..posterior import Memory, Posterior
 from ..posterior.recalled import Forward, Recalled
 from ..probes import Probes
@@ -67,6 +68,7 @@ class Distillation:
     _reached: frozenset[str] | None = field(default=None, repr=False)
     _once: bool = field(default=False, repr=False)
     _drawn: Tensor | None = field(default=None, repr=False)
+    _resumed: Tensor | None = field(default=None, repr=False)
 
     @property
     def num_data(self) -> float:
@@ -90,21 +92,22 @@ class Distillation:
         inner, generator = unwrapped(model), torch.Generator(_device(model)).manual_seed(self.seed)
         with torch.no_grad():
             means = [self._mean(inner, self.source.draw(self.batch, generator)) for _ in range(_BATCHES)]
-        return self.num_data * torch.stack(means).mean()
+        resharded(inner)
+        found = self.num_data * torch.stack(means).mean()
+        return averaged(found, model) if isinstance(self.source, NewInputs) else found
 
     def add_gradient_(self, model: nn.Module, scale: float | Tensor, only: Collection[int]) -> Tensor:
         inner = unwrapped(model)  # a wrapper's own hooks are for the data's backward pass
+        resharded(inner)
         named = {name: parameter for name, parameter in self.held(inner).items() if id(parameter) in only}
         if not named:
             return torch.zeros((), device=_device(inner))
         with torch.enable_grad():
-            mean = self._mean(inner, self._now(inner))
-            if not mean.requires_grad:
-                raise InertError(f"nothing that trains has a part in the answers{_after(self.source.layer)}.")
-            grads = torch.autograd.grad(mean, list(named.values()), allow_unused=True)
-        found = {name: grad for name, grad in zip(named, grads, strict=True) if grad is not None}
+            mean, found = _gradients(lambda: self._mean(inner, self._now(inner)), named, inner)
+        if not mean.requires_grad:
+            raise InertError(f"nothing that trains has a part in the answers{_after(self.source.layer)}.")
         if isinstance(self.source, NewInputs) and type(model).__name__ == "DistributedDataParallel":
-            _average(list(found.values()), model)  # each process has seen inputs of its own
+            found = {name: averaged(grad, model) for name, grad in found.items()}  # each has seen its own inputs
         with torch.no_grad():
             add_scaled_(named, {name: self.num_data * grad for name, grad in found.items()}, scale, only)
         return self.num_data * mean.detach()
@@ -114,11 +117,24 @@ class Distillation:
         if self.generator is None:
             # The same on every process: what is added after gradients were averaged must not differ between them.
             self.generator = torch.Generator(_device(model)).manual_seed(self.seed)
+        if self._resumed is not None:
+            self.generator.set_state(self._resumed)
+            self._resumed = None
         drawn = self._drawn
         if drawn is None:
             drawn = self.source.draw(self.batch, self.generator)
             self._drawn = drawn if self._once else None
         return drawn
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where its draws stand."""
+        if self._resumed is not None:
+            return {"generator": self._resumed}
+        return {} if self.generator is None else {"generator": self.generator.get_state()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with the draws that came next."""
+        self._resumed = state["generator"].cpu()
 
     def _mean(self, model: nn.Module, drawn: Tensor) -> Tensor:
         """The mean divergence per example, or per token, over inputs that were drawn."""
@@ -147,8 +163,9 @@ class Distillation:
         drawn = self.source.draw(2, generator)
         layer, blank = self.source.layer, self.source.blank
         try:
+            named = trainable(model)
             with torch.enable_grad():
-                mean = self._mean(model, drawn)
+                mean, grads = _gradients(lambda: self._mean(model, drawn), {} if blank is None else named, model)
         except (RuntimeError, IndexError, TypeError, ValueError) as error:
             if isinstance(error, HoldfastError):
                 raise
@@ -159,10 +176,8 @@ class Distillation:
             ) from error
         if blank is None:
             return
-        named = trainable(model)
         if mean.requires_grad:
-            grads = torch.autograd.grad(mean, list(named.values()), allow_unused=True)
-            self._reached = frozenset(name for name, grad in zip(named, grads, strict=True) if grad is not None)
+            self._reached = frozenset(grads)
         answers = []
         for _ in range(2):
             other = (
@@ -172,6 +187,7 @@ class Distillation:
             )
             with torch.no_grad(), evaluating(model), replaced(model, layer, drawn):
                 answers.append(self.forward(model, other.expand(2, *blank.shape[1:])))
+        resharded(model)
         if isinstance(answers[0], Tensor) and not torch.equal(answers[0], answers[1]):
             raise ArgumentError(
                 f"the model's answers depend on its input by other ways than `{layer}` (a shortcut around it?), so "
@@ -238,11 +254,31 @@ def distill(
     return term
 
 
-def _average(grads: list[Tensor], model: nn.Module) -> None:
-    group: Any = model.process_group
-    for grad in grads:
-        distributed.all_reduce(grad, group=group)
-        grad /= distributed.get_world_size(group)
+def _gradients(
+    mean: Callable[[], Tensor], named: Mapping[str, nn.Parameter], model: nn.Module
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """What `mean` comes to, and the gradients that there are; none where it has no graph.
+
+    `fully_shard` puts gradients where its parameters are in a backward pass alone, and adds them to what is there.
+    """
+    if not sharded(model):
+        found = mean()
+        wanted = list(named.values()) if found.requires_grad else []
+        grads = torch.autograd.grad(found, wanted, allow_unused=True) if wanted else ()
+        return found, {name: grad for name, grad in zip(named, grads, strict=False) if grad is not None}
+    resharded(model)
+    kept = [(parameter, parameter.grad) for parameter in model.parameters()]
+    for parameter, _ in kept:
+        parameter.grad = None
+    try:
+        found = mean()
+        if found.requires_grad:
+            found.backward()  # type: ignore[no-untyped-call]
+        resharded(model)
+        return found, {name: parameter.grad for name, parameter in named.items() if parameter.grad is not None}
+    finally:
+        for parameter, grad in kept:
+            parameter.grad = grad
 
 
 def _after(layer: str) -> str:

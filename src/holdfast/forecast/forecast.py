@@ -10,9 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..devices import full
 from ..errors import ArgumentError, MismatchError
 from ..params import adapted, all_parameters, matched, shapes, some, unwrapped
+from ..pieces import number, resharded
 from ..posterior import Memory, Posterior, as_posterior
+from ..posterior.placed import placed
+from ..precision.applied import applied
 from ..probes import Answers
 from ..rise import ByProbes, asked, missing
 
@@ -107,6 +111,7 @@ def forecast(
         lacks = "weights alone answer nothing: give the model"
         return Forecast(sum(parts.values()), parts, None, _doubts(known, [], None), known.unit, lacks)
     inner = unwrapped(model)
+    resharded(inner)
     params = matched(inner, shapes(known.mean), ties=known.ties)
     beside = [name for name in adapted(inner) if name in known.mean]
     if beside:
@@ -114,6 +119,7 @@ def forecast(
             f"an adapter is added to {some(beside)} as the model runs, which a memory of the weights does not see. "
             "Merge it for the forecast, model.merge_adapter(), and take it out again after it."
         )
+    known = placed(known, inner)
     parts = _parts(known, known.delta({name: p.detach().to(known.mean[name].device) for name, p in params.items()}))
     found, lacks, against = None, missing(posterior), []
     if isinstance(posterior, Memory) and posterior.answers is not None and not lacks:
@@ -134,12 +140,12 @@ def forecast(
 @torch.no_grad()
 def _parts(known: Posterior, delta: dict[str, Tensor]) -> dict[str, float]:
     """½ δᵀΛδ / N, parameter by parameter."""
-    broken = [name for name, value in delta.items() if not bool(value.isfinite().all())]
+    broken = [name for name, value in delta.items() if not bool(full(value.isfinite().all()))]
     if broken:
         raise MismatchError(f"{some(broken)} of the model is not finite: there is nothing to forecast.")
-    pull = known.precision.matvec({name: delta[name] for name in known.precision.shapes})
+    pull = applied(known.precision, {name: delta[name] for name in known.precision.shapes})
     return {
-        name: 0.5 * float((delta[name].double() * value.double()).sum()) / known.num_data
+        name: 0.5 * number((delta[name].double() * value.double()).sum()) / known.num_data
         for name, value in pull.items()
     }
 

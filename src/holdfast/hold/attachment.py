@@ -14,12 +14,15 @@ from torch.optim import Optimizer
 from ..errors import ArgumentError, HoldfastWarning, MismatchError, require_number
 from ..params import adapted, some
 from ..penalty import Quadratic, Term
+from ..pieces import gathered, groups, resharded
 from ..posterior import Memory, Posterior, as_posterior
+from ..posterior.placed import placed
 from ..posterior.product import require_counted_once
 from ..precision import Precision
 from ..steps import innermost
-from .budget import Budget
+from .budget import Budget, Space
 from .handle import Handle
+from .prefetch import offloaded
 from .proximal import Proximal
 from .reused import Reused
 from .rotation import Rotation
@@ -38,10 +41,11 @@ def hold(
     unit: str = "example",
     every: int = 1,
     rotate: bool = False,
-    proximal: bool = False,
+    proximal: bool | None = None,
     freeze_statistics: bool | None = None,
     budget: float | None = None,
     forward: Callable[[nn.Module, Any], Any] | None = None,
+    offload: bool = False,
 ) -> Handle:
     """Hold `model` to `posterior` while `optimizer` trains it, in any loop: nll.mean() + strength · penalty / num_data.
 
@@ -56,7 +60,8 @@ def hold(
 
     `proximal=True` takes the pull as a step of its own after the optimizer's, with the optimizer's own step size for
     each coordinate: it ends at the same weights, and is stable at any strength where the gradient would diverge. For
-    diagonals under SGD, Adam and AdamW, and for Kronecker factors under SGD.
+    diagonals under SGD, Adam and AdamW, and for Kronecker factors under SGD. Left out, it is what SGD gets wherever
+    it can, and other optimizers get the gradient; with False all do, and every step is that of a penalty in the loss.
 
     BatchNorm's running statistics are no parameters and follow the new data: `freeze_statistics=True` keeps them, and
     normalizes by them in training too; False lets them, without a warning.
@@ -65,13 +70,19 @@ def hold(
     spent, which a memory with probes and answers tells best, and `finish()` (or the end of the `with` block) brings the
     model inside. Its probes go through `forward(model, inputs)`, or `model(inputs)`.
 
+    `offload=True` leaves a diagonal memory on the CPU, and brings it to the model's device a piece at a time as it
+    pulls: for memories that do not fit beside the model. `memory.compact()` is smaller, and there all the time.
+
         with holdfast.hold(optimizer, model, posterior, num_data=len(dataset)):
             train(model, optimizer, loader)
     """
     if not isinstance(model, nn.Module):
         raise ArgumentError(f"hold takes the optimizer, then the model; got {type(model).__name__} as the model.")
+    resharded(model)
     count = require_number(num_data, "num_data, the number of new examples (len(loader.dataset)),", positive=True)
-    terms = [_as_term(each, model) for each in (posterior if isinstance(posterior, Sequence) else [posterior])]
+    given = posterior if isinstance(posterior, Sequence) else [posterior]
+    _require_one_memory(model, [as_posterior(each) for each in given if isinstance(each, (Posterior, Memory))])
+    terms = [_as_term(each, model, offload) for each in given]
     _require_unit(terms, unit, count)
     posteriors = [term.posterior for term in terms if isinstance(term, Quadratic)]
     known = [getattr(term, "posterior", None) for term in terms]  # quadratics in other spaces have one too
@@ -80,7 +91,11 @@ def hold(
     if not optimizers or not terms:
         raise ArgumentError("hold needs at least one optimizer and one posterior.")
     _require_other_than_prior(optimizers, posteriors)
-    _require_applicable(every, rotate, proximal, bool(posteriors), optimizers)
+    _require_applicable(every, rotate, bool(proximal), bool(posteriors), optimizers)
+    if offload and (every > 1 or not posteriors):
+        raise ArgumentError(
+            "offload=True brings a posterior to the model at each step: it takes every=1, and a posterior to bring."
+        )
     if forward is not None and budget is None:
         raise ArgumentError("forward is how a budget's probes go through the model, and there is no budget here.")
     quadratics = [term for term in terms if isinstance(term, Quadratic) and term.posterior.precision.shapes]
@@ -89,8 +104,10 @@ def hold(
     held = [each.precision for each in posteriors if each.precision.shapes]
     # A prior alone has no directions of its own: there is nothing to turn to.
     turn = Rotation(held, optimizers, model.parameters()) if rotate and any(each.num_data for each in held) else None
-    allowed = None if budget is None else Budget(budget, _one(posterior), terms, forward)
-    step = Proximal(quadratics, optimizers) if proximal else None
+    allowed = None if budget is None else _allowed(budget, posterior, terms, forward)
+    step = None
+    if proximal or (proximal is None and every == 1 and not rotate):
+        step = (Proximal if proximal else Proximal.by_itself)(quadratics, optimizers, model)
     handle = Handle(optimizers, model, terms, count, strength, turn, allowed, step)
     if freeze_statistics is None and any(each.num_data for each in held):
         warn_of_drift(model, stacklevel=2)
@@ -102,6 +119,19 @@ def hold(
     if freeze_statistics:
         handle.statistics = Frozen(model)
     return handle
+
+
+def _require_one_memory(model: nn.Module, posteriors: Sequence[Posterior]) -> None:
+    """Raise, on all of them, where the processes that train a model together hold it to different things."""
+    if not groups(model):
+        return
+    every = gathered([each.id for each in posteriors], model)
+    other = [rank for rank, ids in enumerate(every) if ids != every[0]]
+    if other:
+        raise MismatchError(
+            f"the processes hold to different memories: the first to {', '.join(every[0]) or 'none'}, number "
+            f"{other[0]} to {', '.join(every[other[0]]) or 'none'}. Load the same file on all of them."
+        )
 
 
 def _require_unit(terms: Sequence[Term], unit: str, count: float) -> None:
@@ -140,19 +170,27 @@ def _require_other_than_prior(optimizers: Sequence[Optimizer], posteriors: Seque
         )
 
 
-def _one(given: Held | Sequence[Held]) -> Posterior | Memory:
-    """The memory that a budget is kept of."""
+def _allowed(
+    limit: float,
+    given: Held | Sequence[Held],
+    terms: Sequence[Term],
+    forward: Callable[[nn.Module, Any], Any] | None,
+) -> Budget:
+    """A budget of the one memory that is held to, by itself or by a term that has weights of its own in mind."""
     every = given if isinstance(given, Sequence) else [given]
     found = [each for each in every if isinstance(each, (Posterior, Memory))]
-    if len(found) != 1:
+    spaces = [each for each in every if isinstance(each, Space)]
+    if len(found) + len(spaces) != 1:
         raise ArgumentError(
-            f"a budget is kept of one memory, got {len(found)}: hold(optimizer, model, [memory, term], budget=...)."
+            f"a budget is kept of one memory, got {len(found) + len(spaces)}: hold(optimizer, model, [memory, term], "
+            "budget=...)."
         )
-    return found[0]
+    memory = found[0] if found else spaces[0].memory
+    return Budget(limit, memory, terms, forward, spaces[0] if spaces else None)
 
 
-def _as_term(held: Held, model: nn.Module) -> Term:
-    """The term for a posterior, on the model's device if it has one device; terms as they are."""
+def _as_term(held: Held, model: nn.Module, offload: bool) -> Term:
+    """The term for a posterior, on the model's device if it has one device, or left on the CPU; terms as they are."""
     if not isinstance(held, (Posterior, Memory)):
         if not hasattr(held, "add_gradient_"):
             cure = (
@@ -164,7 +202,7 @@ def _as_term(held: Held, model: nn.Module) -> Term:
             )
             raise ArgumentError(f"a Posterior, a Memory or a term is needed, got {type(held).__name__}.{cure}")
         return held
-    devices = {parameter.device for parameter in model.parameters()}
+    devices = {parameter.device for parameter in model.parameters()} - {torch.device("meta")}
     posterior = as_posterior(held)
     beside = [name for name in adapted(model) if name in posterior.precision.shapes]
     if beside:
@@ -172,7 +210,9 @@ def _as_term(held: Held, model: nn.Module) -> Term:
             f"an adapter is added to {some(beside)} as the model runs, which a memory of the weights does not see. "
             "Hold it in weight space: holdfast.integrations.peft.weight_space(model, memory)."
         )
-    return Quadratic(posterior.to(devices.pop()) if len(devices) == 1 else posterior)
+    if offload:
+        return Quadratic(*offloaded(posterior, model))
+    return Quadratic(placed(posterior.to(devices.pop()) if len(devices) == 1 else posterior, model))
 
 
 def _holdable(optimizer: Optimizer) -> Optimizer:

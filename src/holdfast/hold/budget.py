@@ -6,14 +6,15 @@ import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import ArgumentError, BudgetError, HoldfastError, HoldfastWarning, MismatchError, require_number
-from ..params import buffers, matched, shapes, some, trainable, unwrapped
+from ..params import buffers, matched, shapes, some, told_apart, unwrapped
 from ..penalty import Term
+from ..pieces import number, placed
 from ..posterior import Memory, Posterior, as_posterior
 from ..rise import asked, missing
 
@@ -43,6 +44,21 @@ class Spent:
         return f"{self.rise:.4f} of {self.budget:g} nats spent (by {self.by}), strength {self.strength:.3g}{way}"
 
 
+@runtime_checkable
+class Space(Protocol):
+    """A term over what parameters make together, such as W + s·BA, for a memory of that."""
+
+    @property
+    def memory(self) -> Posterior | Memory:
+        """What it holds to."""
+
+    def way_back(self, model: nn.Module) -> dict[str, tuple[nn.Parameter, Tensor]]:
+        """The parameters that train, and where each goes back to."""
+
+    def recalled(self, model: nn.Module, forward: Callable[[nn.Module, Any], Any]) -> Callable[[Any], Any]:
+        """The old function."""
+
+
 @dataclass
 class Budget:
     """The rise that is allowed, and the gauge that tells how much of it is spent."""
@@ -51,6 +67,7 @@ class Budget:
     memory: Posterior | Memory
     terms: Sequence[Term]
     forward: Callable[[nn.Module, Any], Any] | None = None
+    space: Space | None = None  # where the memory is not of the parameters as they are
     spent: float = 0.0
     finished: Spent | None = None
     _looks: int = field(default=0, repr=False)
@@ -105,16 +122,39 @@ class Budget:
                     f"the probes do not go through the model as model(inputs): {str(error).splitlines()[0]}. Say "
                     "how they do: forward=lambda model, inputs: ..."
                 ) from error
+            if self.space is not None:
+                self._require_a_way_back(model, self._gauge)
         return self._gauge
+
+    @torch.no_grad()
+    def _require_a_way_back(self, model: nn.Module, gauge: Callable[[], float]) -> None:
+        """Raise where the way back ends outside the budget: with an adapter that took its start out of W."""
+        params, start = self._way_back(model)
+        there = {name: value.detach().clone() for name, value in params.items()}
+        _place(params, {name: placed(start[name], value) for name, value in there.items()}, there, 0.0)
+        try:
+            least = gauge()
+        finally:
+            _place(params, start, there, 1.0)
+        if not least <= self.limit:
+            raise ArgumentError(
+                f"{least:.3g} nats are spent where the adapters do nothing, more than the budget of {self.limit:g}: "
+                "they took their start out of the base weights (PiSSA, OLoRA), or these have moved. Start adapters at "
+                "zero (init_lora_weights=True), or give a strength instead of a budget."
+            )
 
     def _require_covered(self, model: nn.Module) -> None:
         """What the quadratic does not see move, it does not count."""
         if self._by_probes:
             return
         posterior = as_posterior(self.memory)
-        inside = matched(model, shapes(posterior.mean), ties=posterior.ties)
-        seen = {id(parameter) for name, parameter in inside.items() if name in posterior.precision.shapes}
-        blind = [name for name, parameter in trainable(unwrapped(model)).items() if id(parameter) not in seen]
+        if self.space is not None:
+            seen = {id(parameter) for term in self.terms for parameter in term.held(model).values()}
+        else:
+            inside = matched(model, shapes(posterior.mean), ties=posterior.ties)
+            seen = {id(parameter) for name, parameter in inside.items() if name in posterior.precision.shapes}
+        named = told_apart(unwrapped(model)).items()
+        blind = [name for name, parameter in named if parameter.requires_grad and id(parameter) not in seen]
         if blind:
             raise ArgumentError(
                 f"the quadratic says nothing of {some(blind)}, which trains: what is spent there would not be counted. "
@@ -158,16 +198,14 @@ class Budget:
     def finish(self, model: nn.Module, strength: float, stacklevel: int) -> Spent:
         """Go back toward the old weights, as far as it takes: θ ← μ + s (θ − μ), the largest s inside the budget."""
         gauge = self._made(model, _LAST_DRAWS, 1)  # other probes than those the strength was steered by
-        posterior = as_posterior(self.memory)
         before = 1.0 if self.finished is None else self.finished.kept
-        params: dict[str, Tensor] = dict(matched(model, shapes(posterior.mean), ties=posterior.ties))
-        start = {name: posterior.mean[name] for name in params}
+        params, start = self._way_back(model)
         if isinstance(self.memory, Memory):  # statistics go back with the weights that they were taken of
             for name, buffer in buffers(unwrapped(model)).items():
                 if name in self.memory.buffers and buffer.is_floating_point():
                     params[f"buffer {name}"], start[f"buffer {name}"] = buffer, self.memory.buffers[name]
         there = {name: value.detach().clone() for name, value in params.items()}
-        start = {name: start[name].to(value) for name, value in there.items()}
+        start = {name: placed(start[name], value) for name, value in there.items()}
         self.spent, kept = self._told(gauge), 1.0
         if self.spent > self.limit:
             low, high = 0.0, 1.0
@@ -193,12 +231,22 @@ class Budget:
         self.finished = Spent(self.limit, self.spent, strength, before * kept, self.by)
         return self.finished
 
+    def _way_back(self, model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """What there is to move, and where to."""
+        if self.space is not None:
+            way = self.space.way_back(model)
+            return {name: pair[0] for name, pair in way.items()}, {name: pair[1] for name, pair in way.items()}
+        posterior = as_posterior(self.memory)
+        params: dict[str, Tensor] = dict(matched(model, shapes(posterior.mean), ties=posterior.ties))
+        return params, {name: posterior.mean[name] for name in params}
+
     def _made(self, model: nn.Module, draws: int, seed: int) -> Callable[[], float]:
         if not isinstance(self.memory, Memory) or not self._by_probes:
             # Each term is an estimate of the same rise: the largest, for a mean of them would hide it.
             counted = [term for term in self.terms if term.num_data]
-            return lambda: max(float(term.value(model)) / term.num_data for term in counted)
-        estimate, now = asked(unwrapped(model), self.memory, draws, seed, self.forward)
+            return lambda: max(number(term.value(model)) / term.num_data for term in counted)
+        old = None if self.space is None else self.space.recalled
+        estimate, now = asked(unwrapped(model), self.memory, draws, seed, self.forward, old)
 
         def rise() -> float:
             found = estimate.rise(now())

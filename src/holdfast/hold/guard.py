@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..devices import part
 from ..errors import ArgumentError, HoldfastWarning, InertError
 from ..params import all_parameters
 
@@ -29,6 +32,40 @@ def require_something_trains(held: Mapping[str, nn.Parameter]) -> None:
         raise InertError("every held parameter is frozen, so there is nothing to hold. Unfreeze them, or do not hold.")
 
 
+def require_values(held: Mapping[str, nn.Parameter]) -> None:
+    """Raise where what would be held has no values, or values that are none."""
+    for name, parameter in held.items():
+        if parameter.is_meta:
+            raise ArgumentError(f"`{name}` is on the meta device and has no values. Load the weights first, then hold.")
+        if not _is_finite(parameter):
+            raise ArgumentError(
+                f"`{name}` has values that are not finite, and no pull leads back from there. Put the old weights back "
+                "first: holdfast.restore_(model, memory)."
+            )
+
+
+def warn_of_divergence(held: Mapping[str, nn.Parameter], stacklevel: int) -> None:
+    """Say that the weights have become values that are none, and what a hold may have to do with it."""
+    broken = [name for name, parameter in held.items() if not parameter.is_meta and not _is_finite(parameter)]
+    if broken:
+        warnings.warn(
+            f"`{broken[0]}` is not finite any more ({len(broken)} such parameters): a gradient of the data was not, or "
+            "the steps were too long. A pull in the gradients diverges where the learning rate times strength · Λ / "
+            "num_data is more than 2: take smaller steps, a lower strength, or proximal=True.",
+            HoldfastWarning, stacklevel=stacklevel + 1,
+        )  # fmt: skip
+
+
+def require_weights_in_use(optimizers: Sequence[Optimizer]) -> None:
+    """Raise where the model has other weights just now than those it is used with."""
+    for optimizer in optimizers:
+        if any(group.get("train_mode") is True for group in optimizer.param_groups):  # as schedule-free ones have it
+            raise ArgumentError(
+                f"{type(optimizer).__name__} trains other weights than are used afterwards, and the budget is about "
+                "those. Call its eval() before the budget is finished, which is at the end of the `with` block."
+            )
+
+
 def require_reach(held: Mapping[str, nn.Parameter], optimizers: Sequence[Optimizer], model: nn.Module) -> None:
     """Every held parameter that trains must be in one held optimizer."""
     live = {name: parameter for name, parameter in held.items() if parameter.requires_grad}
@@ -40,9 +77,12 @@ def require_reach(held: Mapping[str, nn.Parameter], optimizers: Sequence[Optimiz
     if missed:
         known = {id(parameter) for parameter in all_parameters(model).values()}
         cause = (
-            "Give hold all the optimizers that train the model, as a list, or freeze what does not train."
+            "Give hold all the optimizers that train the model, as a list; add what was put into the model since they "
+            "were made (add_param_group); or freeze what does not train."
             if known & set(owned)
-            else "It holds none of the model's: was it made for a copy of the model, or before the model was replaced?"
+            else "It holds none of the model's: was it made for a copy of the model, or before the parameters were "
+            "replaced? Make it anew, and hold that. One that keeps flat copies of the weights (as DeepSpeed's do) "
+            "cannot be held: add holdfast.penalty(model, posterior) / num_data to the loss."
         )
         raise InertError(
             f"`{missed[0]}` is held, but no optimizer given to hold has it ({len(missed)} such parameters). {cause}"
@@ -63,12 +103,15 @@ def require_gradient_matters(optimizer: Optimizer) -> None:
     if is_of_torch(optimizer):
         return
     start, ends = torch.full((2, 2), 1e-3), []
+    kept_beside = any(hasattr(parameter, "main_grad") for parameter in parameters(optimizer))
     with torch.random.fork_rng(devices=[]):
         for sign in (1.0, -1.0):
             trial = nn.Parameter(start.clone())
             trial.grad = sign * torch.tensor([[0.5, -0.25], [1.0, 2.0]])
+            if kept_beside:  # where some trainers add up gradients
+                trial.main_grad = torch.ones_like(start)  # type: ignore[attr-defined]
             try:
-                type(optimizer)([trial], **optimizer.defaults).step()
+                type(optimizer)([trial], **_own_options(optimizer)).step()
             except Exception:  # any optimizer may want anything; then nothing is known
                 return
             ends.append(trial.detach().clone())
@@ -78,6 +121,14 @@ def require_gradient_matters(optimizer: Optimizer) -> None:
             "nothing. Hold an optimizer that reads the gradients, or add holdfast.penalty(model, posterior) / num_data "
             "to the loss."
         )
+
+
+def _own_options(optimizer: Optimizer) -> dict[str, Any]:
+    """Of its defaults those that it is made with: some keep others among them."""
+    takes = inspect.signature(type(optimizer)).parameters.values()
+    every = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in takes)
+    names = {each.name for each in takes}
+    return {name: value for name, value in optimizer.defaults.items() if every or name in names}
 
 
 def warn_of_weight_decay(held: Mapping[str, nn.Parameter], optimizers: Sequence[Optimizer], stacklevel: int) -> None:
@@ -109,7 +160,7 @@ class Watch:
             self._seen = [
                 (name, parameter, parameter._version, _sample(parameter))
                 for name, parameter in held.items()
-                if id(parameter) in ours and parameter.grad is not None and bool(parameter.grad.any())
+                if id(parameter) in ours and parameter.grad is not None and bool(part(parameter.grad).any())
             ]
 
     def after(self, optimizer: Optimizer) -> None:
@@ -134,5 +185,9 @@ class Watch:
             )
 
 
+def _is_finite(parameter: Tensor) -> bool:
+    return bool(part(parameter.detach()).isfinite().all())
+
+
 def _sample(parameter: Tensor) -> Tensor:
-    return parameter.detach().flatten()[:4096].clone()
+    return part(parameter.detach()).flatten()[:4096].clone()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import warnings
 from collections.abc import Callable, Mapping
@@ -14,10 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..errors import ArgumentError, HoldfastWarning, InertError, MismatchError, require_number
-from ..penalty import Drawn, Quadratic, Term
-from ..posterior import Posterior
-from ..steps import UnderWay
+from ..errors import ArgumentError, HoldfastError, HoldfastWarning, InertError, MismatchError, require_number
+from ..penalty import Drawn, Quadratic, Resumable, Term
+from ..pieces import number, resharded
+from ..posterior import Covered, Posterior
+from ..posterior.covered import covered, with_precision
+from ..steps import Strays, UnderWay, uncompiled
 from .budget import Budget, Spent
 from .guard import (
     Watch,
@@ -25,9 +28,13 @@ from .guard import (
     require_gradient_matters,
     require_reach,
     require_something_trains,
+    require_values,
+    require_weights_in_use,
+    warn_of_divergence,
     warn_of_weight_decay,
 )
 from .proximal import Proximal
+from .reused import Reused
 from .rotation import Rotation
 from .statistics import Frozen
 
@@ -61,6 +68,8 @@ class Handle:
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._steps = {id(optimizer): 0 for optimizer in optimizers}
         self._under_way = UnderWay()
+        self._strays: Strays | None = None
+        self._own_steps: dict[int, bool] = {}  # whether the step that is under way has a pull of its own after it
         self._held = self._lookup()
         self._watches = {id(optimizer): Watch(optimizer) for optimizer in optimizers}
 
@@ -74,9 +83,15 @@ class Handle:
         self._strength = require_number(value, "strength")
 
     @property
+    def proximal(self) -> bool:
+        """Whether the pull of posteriors is a step of its own, and not in the gradients."""
+        return self._proximal is not None
+
+    @property
     def penalty(self) -> float:
         """What the terms sum to now, in nats, before the strength: ½ (θ−μ)ᵀΛ(θ−μ) for a posterior."""
-        return sum(float(term.value(self._model)) for term in self._terms) if self._held else 0.0
+        resharded(self._model)
+        return sum(number(term.value(self._model)) for term in self._terms) if self._held else 0.0
 
     @property
     def steps(self) -> int:
@@ -88,6 +103,17 @@ class Handle:
         """What terms draw with: a CUDA graph that records steps must register each (`register_generator_state`)."""
         found = [term.generator for term in self._terms if isinstance(term, Drawn)]
         return [generator for generator in found if generator is not None]
+
+    @property
+    def coverage(self) -> Covered:
+        """Which of the model's parameters are held, and which are free or frozen: print it."""
+        held: dict[int, int] = {}
+        for term in self._terms:
+            known = term.posterior.precision.diagonal() if isinstance(term, (Quadratic, Reused)) else {}
+            for name, parameter in term.held(self._model).items():
+                entries = with_precision(known[name]) if name in known else parameter.numel()
+                held[id(parameter)] = max(entries, held.get(id(parameter), 0))
+        return covered(self._model, held, held)
 
     def metrics(self) -> dict[str, float]:
         """Numbers for a logger. `rise` is the terms' estimate of nats lost per old example."""
@@ -107,6 +133,7 @@ class Handle:
         """Bring the model inside its budget, and say what was spent: before the last save. Training is over then."""
         if self._budget is None:
             raise ArgumentError("there is no budget to finish: hold(..., budget=0.05) sets one.")
+        require_weights_in_use(self._optimizers)
         return self._budget.finish(self._model, self.strength, stacklevel=4)
 
     @property
@@ -115,9 +142,15 @@ class Handle:
         return None if self._budget is None else self._budget.finished
 
     def state_dict(self) -> dict[str, Any]:
-        """What resuming needs: which memories it holds to, and where the strength and a budget stand."""
+        """What resuming needs: which memories it holds to, where the strength and a budget stand, and `terms`.
+
+        These are what terms use from one step to the next: the pulls of `every`, as large as what is held, and the
+        generators of those that draw. There are none where the next step is made of the weights alone.
+        """
         budget = {} if self._budget is None else {"budget": self._budget.state_dict()}
-        return {"memories": list(self._identities), "strength": self.strength, **budget}
+        states = [term.state_dict() if isinstance(term, Resumable) else {} for term in self._terms]
+        used = {"terms": states} if any(states) else {}
+        return {"memories": list(self._identities), "strength": self.strength, **budget, **used}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a saved state; raises where it is of a hold to other memories."""
@@ -130,6 +163,9 @@ class Handle:
         self.strength = state["strength"]
         if self._budget is not None and "budget" in state:
             self._budget.load_state_dict(state["budget"])
+        for term, each in zip(self._terms, state.get("terms", ()), strict=False):
+            if isinstance(term, Resumable) and each:
+                term.load_state_dict(each)
 
     @cached_property
     def _identities(self) -> tuple[str, ...]:
@@ -143,8 +179,17 @@ class Handle:
 
     def _remove(self) -> None:
         attached = bool(self._hooks)
+        if attached and self.statistics is not None and self.spent is None:  # a finish moves them too
+            self.statistics.require_kept()
         self.detach()
+        if attached and self._strays is not None:
+            self._strays.require_none(self._held)
+            now = self._held
+            with contextlib.suppress(HoldfastError):  # whoever has changed the model since is done with it
+                now = self._lookup()
+            self._strays.require_none(now)
         if attached and self._budget is not None and self._budget.finished is None and self.steps:
+            require_weights_in_use(self._optimizers)
             self._budget.finish(self._model, self.strength, stacklevel=5)
         ids = {id(parameter) for parameter in self._held.values() if parameter.requires_grad}
         for optimizer in self._optimizers if attached else []:
@@ -153,6 +198,8 @@ class Handle:
                     f"{type(optimizer).__name__} never made a step while it was held, so the penalty did nothing. Was "
                     "the model trained with another optimizer (a copy loses its hooks), or was the loop empty?"
                 )
+        if attached:
+            warn_of_divergence(self._held, stacklevel=3)
 
     def __enter__(self) -> Handle:
         if not self._hooks:
@@ -177,26 +224,32 @@ class Handle:
             if _holder(optimizer) is not None:
                 raise ArgumentError(
                     "this optimizer is already held, and both penalties would act. Call remove() on the first handle "
-                    "(or leave its `with` block); to hold to several posteriors, give hold a list of them."
+                    "(or leave its `with` block; after a training that was broken off, callback.handle.detach()); to "
+                    "hold to several posteriors, give hold a list of them."
                 )
         if self._held:
             require_something_trains(self._held)
             require_reach(self._held, self._optimizers, self._model)
+            require_values(self._held)
             for optimizer in self._optimizers:
                 require_gradient_matters(optimizer)
             warn_of_weight_decay(self._held, self._optimizers, stacklevel=3)
+            self._strays = Strays(self._optimizers, self._under_way)
         for optimizer in self._optimizers:
-            self._hooks.append(optimizer.register_step_pre_hook(self._before))
-            self._hooks.append(optimizer.register_step_post_hook(self._after))
+            self._hooks.append(optimizer.register_step_pre_hook(uncompiled(self._before)))
+            self._hooks.append(optimizer.register_step_post_hook(uncompiled(self._after)))
             _held_by[optimizer] = ref(self)
 
     def _lookup(self) -> dict[str, nn.Parameter]:
+        resharded(self._model)  # an evaluation between a backward pass and the step has made it whole
         return {name: parameter for term in self._terms for name, parameter in term.held(self._model).items()}
 
     def detach(self) -> None:
         """Let go at once: nothing is checked, and no budget is finished."""
         for hook in self._hooks:
             hook.remove()
+        if self._strays is not None:
+            self._strays.end()
         if self.statistics is not None:
             self.statistics.remove()
         self._hooks.clear()
@@ -218,7 +271,7 @@ class Handle:
                 term.start()
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if not callable(closure):
-            self._add_gradient(optimizer)
+            self._add_gradient(optimizer, value=False)
             return None
         if getattr(optimizer, "closure_at_a_draw", False):
             raise ArgumentError(
@@ -240,10 +293,15 @@ class Handle:
 
         return held
 
-    def _add_gradient(self, optimizer: Optimizer) -> Tensor:
-        """Add strength/N · ∇penalty to the gradients this optimizer will use; returns what that adds to the loss."""
+    def _add_gradient(self, optimizer: Optimizer, *, value: bool = True) -> Tensor:
+        """Add strength/N · ∇penalty to the gradients this optimizer will use; returns what that adds to the loss.
+
+        Where that is not asked for (`value`), a quadratic need not compute it.
+        """
         self._held = self._lookup()
         require_reach(self._held, self._optimizers, self._model)
+        if self._strays is not None:
+            self._strays.require_none(self._held)
         # Where the optimizer climbs, the penalty is what is taken off the objective.
         sign = -1.0 if _climbs(optimizer) else 1.0
         scale = sign * self.strength / self._num_data
@@ -251,22 +309,27 @@ class Handle:
         loss_scale = getattr(optimizer, "grad_scale", None)
         ours = {id(parameter) for parameter in parameters(optimizer) if parameter.requires_grad}
         factor = scale if loss_scale is None else scale * loss_scale
-        pulling = [term for term in self._terms if not (self._proximal is not None and isinstance(term, Quadratic))]
-        value: Tensor = sum(
-            (term.add_gradient_(self._model, factor, ours) for term in pulling), start=torch.zeros(())
-        )  # fmt: skip
+        own = self._proximal is not None and self._proximal.fits(optimizer, self._model)
+        self._own_steps[id(optimizer)] = own
         watch = self._watches[id(optimizer)]
-        if not watch.satisfied and scale != 0 and bool(value > 0):
+        nats = torch.zeros(())
+        for quadratic in (each for each in self._terms if own and value and isinstance(each, Quadratic)):
+            nats = nats + quadratic.value(self._model)
+        value = value or not watch.satisfied
+        for term in (each for each in self._terms if not (own and isinstance(each, Quadratic))):
+            how = {} if value or not isinstance(term, Quadratic) else {"value": False}
+            nats = nats + term.add_gradient_(self._model, factor, ours, **how)
+        if not watch.satisfied and scale != 0 and bool(nats > 0):
             watch.before(self._held, ours)
         if self._rotation is not None:
             self._rotation.before(self._held, ours)
-        return scale * value
+        return scale * nats
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self._under_way.ends(optimizer, sys._getframe(1)):
             if self._rotation is not None:
                 self._rotation.after(self._held)
-            if self._proximal is not None and self._held:
+            if self._proximal is not None and self._held and self._own_steps.get(id(optimizer)):
                 ours = {id(parameter) for parameter in parameters(optimizer) if parameter.requires_grad}
                 self._proximal.after(optimizer, self._model, self.strength / self._num_data, ours)
             self._watches[id(optimizer)].after(optimizer)
@@ -285,4 +348,4 @@ def _climbs(optimizer: Optimizer) -> bool:
     ways = {bool(group.get("maximize", False)) for group in optimizer.param_groups}
     if len(ways) > 1:
         raise ArgumentError("some parameter groups of the optimizer maximize and others minimize: hold needs one way.")
-    return ways.pop()
+    return True in ways

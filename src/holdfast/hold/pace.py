@@ -24,6 +24,11 @@ def require_known_pace(optimizer: Optimizer) -> None:
             f"{type(optimizer).__name__}. Leave it out: the pull is then added to the gradients."
         )
     for group in optimizer.param_groups:
+        if isinstance(optimizer, SGD) and group["momentum"] >= 1:
+            raise ArgumentError(
+                f"proximal=True goes by lr / (1 − momentum), and momentum is {group['momentum']:g}. Leave it out: the "
+                "pull is then added to the gradients."
+            )
         if group.get("maximize"):
             raise ArgumentError("proximal=True is for optimizers that minimize: leave it out with maximize=True.")
 
@@ -33,10 +38,11 @@ def paces(optimizer: Optimizer, params: Mapping[str, nn.Parameter]) -> dict[str,
     found: dict[str, Pace] = {}
     for group in optimizer.param_groups:
         inside = {id(parameter) for parameter in group["params"]}
+        shared = _momentum(group) if isinstance(optimizer, SGD) else 0.0
         for name, parameter in params.items():
             if id(parameter) in inside and parameter.requires_grad:
                 state = optimizer.state.get(parameter, {})
-                found[name] = _momentum(group) if isinstance(optimizer, SGD) else _adam(group, state)
+                found[name] = shared if isinstance(optimizer, SGD) else _adam(group, state)
     return found
 
 

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..devices import part
+from ..devices import full, part
 from ..errors import ArgumentError
+from ..kernels import Codes, in_runs, shrink_
 from ..params import some
 from ..penalty import Quadratic
+from ..pieces import cut
 from ..posterior.gaussian import difference
-from ..precision import Diagonal, Kronecker, Precision, Rotated, Sum
+from ..precision import Diagonal, Kronecker, Logarithmic, Precision, Rotated, Sum
 from .pace import Pace, paces, require_known_pace, scalar
 
 
@@ -25,7 +29,10 @@ class Proximal:
     size; Kronecker factors take one for the whole layer (SGD), in their eigenvectors.
     """
 
-    def __init__(self, terms: Sequence[Quadratic], optimizers: Sequence[Optimizer]) -> None:
+    def __init__(
+        self, terms: Sequence[Quadratic], optimizers: Sequence[Optimizer], model: nn.Module, asked: bool = True
+    ) -> None:
+        self._asked = asked
         for optimizer in optimizers:
             require_known_pace(optimizer)
         self._blocks = [(term, _closed(term.posterior.precision)) for term in terms]
@@ -42,6 +49,47 @@ class Proximal:
                 f"proximal=True solves Kronecker factors for one step size, and {type(adaptive[0]).__name__} has one "
                 "for each coordinate. Leave it out: the pull is then added to the gradients."
             )
+        for optimizer in optimizers:
+            self._require_whole_layers(optimizer, model)
+
+    @classmethod
+    def by_itself(
+        cls, terms: Sequence[Quadratic], optimizers: Sequence[Optimizer], model: nn.Module
+    ) -> Proximal | None:
+        """What is best where nothing is asked for: this step under SGD where it has a closed form, and else none."""
+        if not terms or any(type(optimizer) is not torch.optim.SGD for optimizer in optimizers):
+            return None
+        # What a narrow weight loses to rounding in a step of its own, it keeps where the data's gradient carries it.
+        if any(_is_narrow(parameter) for term in terms for parameter in term.held(model).values()):
+            return None
+        try:
+            return cls(terms, optimizers, model, asked=False)
+        except ArgumentError:
+            return None
+
+    def fits(self, optimizer: Optimizer, model: nn.Module) -> bool:
+        """Whether it can make the step that comes; where it was asked for, what is in the way is an error."""
+        try:
+            require_known_pace(optimizer)
+            self._require_whole_layers(optimizer, model)
+        except ArgumentError:
+            if self._asked:
+                raise
+            return False
+        return True
+
+    def _require_whole_layers(self, optimizer: Optimizer, model: nn.Module) -> None:
+        """Raise for a layer under Kronecker factors that trains in part, or with several step sizes."""
+        for term, blocks in self._blocks:
+            layers = [layer for block in blocks if isinstance(block, Rotated) for layer in block.layers]
+            sizes = paces(optimizer, term.held(model)) if layers else {}
+            for layer in layers:
+                mine = {name: sizes[name] for name in layer.shapes if name in sizes}
+                if mine and (len(mine) < len(layer.shapes) or scalar(mine) is None):
+                    raise ArgumentError(
+                        f"a pull as a step of its own needs all of the layer of `{layer.weight}` in one optimizer, "
+                        "with one step size. Put it there, or give proximal=False."
+                    )
 
     @torch.no_grad()
     def after(self, optimizer: Optimizer, model: nn.Module, scale: float, ours: Collection[int]) -> None:
@@ -55,8 +103,8 @@ class Proximal:
                 if not inside:
                     continue
                 before = [parameter.detach().clone() for parameter in inside.values()] if skipped is not None else []
-                if isinstance(block, Diagonal):
-                    _shrink_(block, term.posterior.mean, inside, sizes, scale)
+                if not isinstance(block, Rotated):
+                    _shrink_(term, block, inside, sizes, scale)
                 else:
                     self._turn(block, term.posterior.mean, inside, sizes, scale)
                 for parameter, old in zip(inside.values(), before, strict=bool(before)):
@@ -76,42 +124,67 @@ class Proximal:
             if not mine:
                 continue
             size = scalar({name: sizes[name] for name in mine})
-            if len(mine) < len(layer.shapes) or size is None:
-                raise ArgumentError(
-                    f"proximal=True needs all of the layer of `{layer.weight}` in one parameter group, with one step "
-                    "size. Put it there, or leave proximal out."
-                )
-            delta = {name: difference(parameter, mean[name]) for name, parameter in mine.items()}
+            assert size is not None  # it fits
+            delta = {name: full(difference(parameter, mean[name])) for name, parameter in mine.items()}
             with torch.autocast(entries.device.type, enabled=False):
                 matrix = basis.into(layer.matrix(delta))
-                moved = layer.tensors(basis.back(matrix / (1 + size * scale * entries.to(matrix))))
+                pull = size * scale * entries.to(matrix)
+                back = layer.tensors(basis.back(matrix * (pull / (1 + pull))))
             for name, parameter in mine.items():
-                parameter.copy_(mean[name] + moved[name])
+                pulled = part(cut(back[name], parameter))
+                local = part(parameter.data)
+                local.copy_(local.to(pulled) - pulled)
+
+
+def _is_narrow(tensor: Tensor) -> bool:
+    """Whether it keeps fewer digits than float32."""
+    return torch.finfo(tensor.dtype).eps > torch.finfo(torch.float32).eps
 
 
 def _shrink_(
-    block: Diagonal,
-    mean: Mapping[str, Tensor],
+    term: Quadratic,
+    block: Diagonal | Logarithmic,
     params: Mapping[str, nn.Parameter],
     sizes: Mapping[str, Pace],
     scale: float,
 ) -> None:
     """θ ← μ + (θ − μ) / (1 + a s Λ / N), on what this process has of each."""
+    mean = term.posterior.mean
+    together: defaultdict[tuple[Any, ...], list[tuple[Any, ...]]] = defaultdict(list)
     for name, parameter in params.items():
-        center, entries, size = part(mean[name]), part(block.entries[name]), sizes[name]
-        size = part(size) if isinstance(size, Tensor) else size
-        held = part(parameter.data)
-        held.copy_(center + difference(held, center) / (1 + size * scale * entries.to(held.device)))
+        entries = block.coded(name) if isinstance(block, Logarithmic) else part(block.entries[name])
+        size = sizes[name]
+        row = (part(parameter.data), part(mean[name]), entries, _scaled(size, scale))
+        held, center, weight, amount = row
+        if not in_runs([held], [center, weight] if term.brought is None else []):
+            weight = weight.unpacked() if isinstance(weight, Codes) else weight
+            delta = difference(held, center.to(held.device))
+            pull = amount * weight.to(held.device)
+            held.copy_(held.to(delta.dtype) - delta * (pull / (1 + pull)))
+        else:
+            together[None if isinstance(amount, Tensor) else amount, held.device, held.dtype].append(row)
+    for members in together.values():
+        held_ones, centers, weights, amounts = (list(role) for role in zip(*members, strict=True))
+        if term.brought is None:
+            shrink_(held_ones, centers, weights, amounts)
+            continue
+        for held, amount, center, weight in term.brought(held_ones, amounts, means=centers, entries=weights):
+            shrink_([held], [center], [weight], [amount])
 
 
-def _closed(precision: Precision) -> tuple[Diagonal | Rotated, ...]:
+def _scaled(size: Pace, scale: float) -> Pace:
+    """a s / N, laid out as this process has it."""
+    return part(size).contiguous() * scale if isinstance(size, Tensor) else size * scale
+
+
+def _closed(precision: Precision) -> tuple[Diagonal | Logarithmic | Rotated, ...]:
     """The blocks of a precision, each with a closed form."""
     blocks = precision.blocks() if isinstance(precision, Sum) else (precision,)
-    found: list[Diagonal | Rotated] = []
+    found: list[Diagonal | Logarithmic | Rotated] = []
     for block in blocks:
         if isinstance(block, Kronecker) and all(len(terms) == 1 for terms in block.layers.values()):
             found.append(block.rotated())
-        elif isinstance(block, (Diagonal, Rotated)):
+        elif isinstance(block, (Diagonal, Logarithmic, Rotated)):
             found.append(block)
         else:
             raise ArgumentError(

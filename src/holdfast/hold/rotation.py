@@ -9,8 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..devices import full
 from ..errors import ArgumentError
 from ..params import some
+from ..pieces import cut
 from ..precision import Kronecker, Precision, Rotated, Sum
 from ..precision.layers import Layer
 from ..precision.rotated import Basis
@@ -78,11 +80,11 @@ class Rotation:
                     "there. Train it too, or leave rotate out."
                 )
             self._require_one_way(params)
-            grads = {name: parameter.grad.to(parameter.dtype) for name, parameter in params.items()}  # type: ignore[union-attr]
+            grads = {name: full(parameter.grad.to(parameter.dtype)) for name, parameter in params.items()}  # type: ignore[union-attr]
             self._before[layer] = {name: (p.detach().clone(), p.grad) for name, p in params.items()}
             turned = layer.tensors(_wide(layer.matrix(grads), basis.into))
             for name, parameter in params.items():
-                parameter.grad = turned[name].to(parameter).contiguous()
+                parameter.grad = cut(turned[name].to(parameter.device, parameter.dtype).contiguous(), parameter)
 
     def _require_one_way(self, params: Mapping[str, nn.Parameter]) -> None:
         """A layer's parameters are turned into each other, so one group's options cannot be for some of them."""
@@ -106,10 +108,10 @@ class Rotation:
     def after(self, held: Mapping[str, nn.Parameter]) -> None:
         """Turn back what the step did, and put the gradients back."""
         for layer, kept in self._before.items():
-            moves = {name: held[name].detach() - old for name, (old, _) in kept.items()}
+            moves = {name: full(held[name].detach() - old) for name, (old, _) in kept.items()}
             moves = layer.tensors(_wide(layer.matrix(moves), self._bases[layer].back))
             for name, (old, grad) in kept.items():
-                held[name].copy_(old + moves[name].to(old))
+                held[name].copy_(old + cut(moves[name].to(old.device, old.dtype).contiguous(), old))
                 held[name].grad = grad
         self._before.clear()
 

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from .codes import BLOCK, Codes, bounds, piece
 from .products import has_triton
 
 Tensors = Sequence[Tensor]
+Entries = Sequence[Tensor | Codes]  # of Λ
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # the kernel adds in float32
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # the kernel adds in float32
+WIDE = (torch.float32, torch.float64)
 
 
-def in_one_pass(*roles: Tensors) -> bool:
+def in_one_pass(*roles: Entries) -> bool:
     """Whether all tensors are plain, dense, on one device and of one dtype, so that one pass can serve them."""
-    every = [tensor for role in roles for tensor in role]
+    every: list[Any] = [tensor for role in roles for tensor in role]
     first = every[0]
     return all(
         type(tensor) in (Tensor, torch.nn.Parameter)
@@ -27,17 +32,40 @@ def in_one_pass(*roles: Tensors) -> bool:
     )
 
 
-def add_pull_(grads: Tensors, params: Tensors, means: Tensors, entries: Tensors, scale: float | Tensor) -> Tensor:
-    """Add scale · entries ∘ (params − means) to the gradients; returns ½ Σ entries (params − means)²."""
-    every = [tensor for role in (grads, params, means, entries) for tensor in role]
-    fits = grads[0].is_cuda and grads[0].dtype in _DTYPES and has_triton()
+def in_runs(*roles: Entries) -> bool:
+    """Whether all tensors are plain, contiguous and on one device: then they can be gone through piece by piece."""
+    every = [tensor.codes if isinstance(tensor, Codes) else tensor for role in roles for tensor in role]
+    return all(
+        type(tensor) in (Tensor, torch.nn.Parameter)
+        and tensor.layout == torch.strided
+        and tensor.is_contiguous()
+        and tensor.device == every[0].device
+        for tensor in every
+    )
+
+
+def takes_pull(*roles: Entries) -> bool:
+    """Whether `add_pull_` can serve gradients, parameters, means and entries as they are."""
+    return in_runs(*roles) or (in_one_pass(*roles) and getattr(roles[0][0], "dtype", None) in WIDE)
+
+
+def add_pull_(
+    grads: Tensors, params: Tensors, means: Tensors, entries: Entries, scale: float | Tensor, *, value: bool = True
+) -> Tensor | None:
+    """Add scale · entries ∘ (params − means) to the gradients; returns ½ Σ entries (params − means)² if asked for."""
+    plain = [tensor for role in (grads, params, means, entries) for tensor in role if isinstance(tensor, Tensor)]
+    alike = len(plain) == 4 * len(grads) and all(tensor.dtype == grads[0].dtype for tensor in plain)
+    runs = all(tensor.is_contiguous() for tensor in plain)
+    fits = alike and runs and grads[0].is_cuda and grads[0].dtype in DTYPES and has_triton()
     # A recorded step would find the addresses of its own tensors in memory that is someone else's by then.
     fits = fits and not torch.cuda.is_current_stream_capturing()
-    if fits and all(tensor.is_contiguous() and tensor.numel() < 2**31 for tensor in every):
+    if fits and all(tensor.numel() < 2**31 for tensor in grads):
         from .triton_pull import pull
 
-        return pull(grads, params, means, entries, scale)
-    return plain_pull(grads, params, means, entries, scale)
+        return pull(grads, params, means, plain[-len(grads) :], scale)
+    if runs and (grads[0].device.type == "cpu" or not alike or grads[0].dtype not in WIDE):
+        return pull_in_pieces(grads, params, means, entries, scale, value=value)
+    return plain_pull(grads, params, means, plain[-len(grads) :], scale)
 
 
 def plain_pull(grads: Tensors, params: Tensors, means: Tensors, entries: Tensors, scale: float | Tensor) -> Tensor:
@@ -52,3 +80,86 @@ def plain_pull(grads: Tensors, params: Tensors, means: Tensors, entries: Tensors
     else:
         torch._foreach_add_(list(grads), pulls, alpha=scale)
     return value
+
+
+def pull_in_pieces(
+    grads: Tensors, params: Tensors, means: Tensors, entries: Entries, scale: float | Tensor, *, value: bool = True
+) -> Tensor | None:
+    """The same, a piece at a time: what one operation leaves is still in the cache when the next one reads it.
+
+    Tensors may be of several dtypes, and Λ in codes: all is computed in float32 at least, and rounded once.
+    """
+    room = Room(params, means, entries)
+    dots = []
+    for grad, param, mean, entry in pieces(grads, params, means, entries):
+        delta, weight = room.difference(param, mean), room.read(entry)
+        if value or isinstance(scale, Tensor):
+            pull = torch.mul(delta, weight, out=room.second[: len(delta)])
+            dots.append(torch.dot(delta, pull))
+            grad.add_(pull.mul_(scale))
+        else:
+            grad.addcmul_(delta, weight, value=scale)
+    return 0.5 * torch.stack(dots).sum() if value else None
+
+
+def half_squares(params: Tensors, means: Tensors, entries: Entries) -> Tensor:
+    """½ Σ entries (params − means)² alone, a piece at a time."""
+    room = Room(params, means, entries)
+    dots = []
+    for param, mean, entry in pieces(params, means, entries):
+        delta = room.difference(param, mean)
+        dots.append(torch.dot(delta, torch.mul(delta, room.read(entry), out=room.second[: len(delta)])))
+    return 0.5 * torch.stack(dots).sum()
+
+
+class Room:
+    """Where pieces are computed: two tensors in float32 at least, and one for entries that are read from codes."""
+
+    def __init__(self, params: Tensors, means: Tensors, entries: Entries) -> None:
+        plain = [entry.dtype for entry in entries if isinstance(entry, Tensor)]
+        dtypes = (*(each.dtype for each in (*params, *means)), *plain)
+        self.wide = functools.reduce(torch.promote_types, dtypes, torch.float32)
+        device = params[0].device
+        size = min(piece(device), max(param.numel() for param in params))
+        size = max(size, BLOCK)  # no piece of codes is smaller
+        self.first, self.second = (torch.empty(size, dtype=self.wide, device=device) for _ in range(2))
+        coded = len(plain) < len(entries)
+        self._read = torch.empty(size + 2 * BLOCK, device=device) if coded else self.first
+
+    def difference(self, param: Tensor, mean: Tensor) -> Tensor:
+        """θ − μ in all the digits that either has."""
+        found = self.first[: len(param)]
+        if torch.promote_types(param.dtype, mean.dtype) == self.wide:
+            torch.sub(param, mean, out=found)
+        else:
+            found.copy_(param).sub_(mean)
+        return found
+
+    def read(self, entry: Tensor | Codes) -> Tensor:
+        """Entries of Λ as numbers."""
+        return entry.read(self._read) if isinstance(entry, Codes) else entry
+
+    def scaled(self, entry: Tensor | Codes, scale: float | Tensor) -> Tensor:
+        """Entries of Λ times a number, or each times its own."""
+        found = self.read(entry)
+        into = self.second[: len(found)]
+        return torch.mul(found, scale, out=into) if found.dtype == self.wide else into.copy_(found).mul_(scale)
+
+
+def pieces(*roles: Sequence[Any], most: int | None = None) -> Iterator[tuple[Any, ...]]:
+    """Contiguous tensors of all roles side by side, flat, in parts of so many entries; numbers go with every part.
+
+    Unless it is said how many, they are as many as a processor's cache keeps.
+    """
+    for members in zip(*roles, strict=True):
+        start = next((each.start for each in members if isinstance(each, Codes)), 0)
+        size = members[0].numel()
+        flat = [each.view(-1) if isinstance(each, Tensor) and each.numel() == size else each for each in members]
+        for first, last in bounds(size, start, most or piece(members[0].device)):
+            yield tuple(_part(each, first, last, size) for each in flat)
+
+
+def _part(member: Any, first: int, last: int, size: int) -> Any:
+    if isinstance(member, Codes):
+        return member.part(first, last)
+    return member[first:last] if isinstance(member, Tensor) and member.ndim and len(member) == size else member

@@ -8,7 +8,8 @@ from torch import nn
 
 from ..errors import ArgumentError
 from ..precision import Precision
-from .gaussian import Memory, Posterior, as_posterior, prior
+from .gaussian import Posterior, prior
+from .memory import Memory, as_posterior
 from .recursion import consolidate
 
 _RANGE = (1e-6, 1e8)

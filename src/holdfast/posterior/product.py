@@ -13,7 +13,8 @@ from torch import Tensor
 from ..errors import ArgumentError, HoldfastWarning, MismatchError
 from ..params import require_shapes, shapes, some
 from ..precision.base import added
-from .gaussian import Memory, Posterior, as_posterior
+from .gaussian import Posterior
+from .memory import Memory, as_posterior
 
 
 def merge(*posteriors: Posterior | Memory, base: Posterior | Memory | None = None) -> Posterior:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..devices import full, part
 from ..elsewhere import run_at
 from ..errors import ArgumentError, MismatchError
 from ..identity import fingerprints
 from ..params import all_parameters, buffers, matched, require_shapes, shapes, some, unwrapped
+from ..pieces import in_pieces, placed, resharded
 from ..untouched import evaluating
-from .gaussian import Memory, Posterior, as_posterior
+from .gaussian import Posterior
+from .memory import Memory, as_posterior
 
 Forward = Callable[[nn.Module, Any], Any]
 
@@ -33,10 +36,12 @@ class Recalled:
         if trained:
             raise MismatchError(
                 f"the posterior does not have {some(trained)}, which trains: the old function cannot be had from its "
-                "mean. Freeze it, or give teacher=, a copy of the old model (copy.deepcopy) or any other."
+                "mean. If it is new, and as it was made, take it in: memory.expanded(model). Else freeze it, or give "
+                "teacher=, a copy of the old model (copy.deepcopy) or any other."
             )
-        if any(type(parameter.data) is not Tensor for parameter in params.values()):
-            raise ArgumentError("a sharded model is not run at other weights: give teacher=, a frozen copy of it.")
+        strange = [name for name, p in params.items() if type(p.data) is not Tensor and not in_pieces(p.data)]
+        if strange:
+            raise ArgumentError(f"a model with {some(strange)} is not run at other weights: give teacher=, a copy.")
         narrow = [name for name, p in params.items() if _rounds(posterior.mean[name], p)]
         if narrow:
             raise MismatchError(
@@ -55,11 +60,13 @@ class Recalled:
         self._ties = posterior.ties
         # Where the model is: nothing is copied to a device at every step. A lookup with max_norm writes to its table.
         writes = any(getattr(module, "max_norm", None) is not None for module in model.modules())
-        self._mean = {name: posterior.mean[name].to(p.device, p.dtype, copy=writes) for name, p in params.items()}
+        self._mean = {name: placed(posterior.mean[name], p) for name, p in params.items()}
+        if writes:
+            self._mean = {name: value.clone() for name, value in self._mean.items()}
         kept, found = memory.buffers if isinstance(memory, Memory) else {}, buffers(model)
         require_shapes(shapes(kept), shapes(found), what="the memory's buffers", than="the model")
         lost = [name for name, buffer in found.items() if name not in kept and buffer.is_floating_point()]
-        if lost and any(not torch.equal(p.detach(), self._mean[name]) for name, p in params.items()):
+        if lost and any(not torch.equal(full(p.detach()), full(self._mean[name])) for name, p in params.items()):
             raise MismatchError(
                 f"no {some(lost)} was kept, and the model has moved since: how it ran then is not known. Keep buffers "
                 "with the posterior: Memory.of(posterior, model), while the model is as it was."
@@ -70,13 +77,35 @@ class Recalled:
         }
 
     def __call__(self, model: nn.Module, forward: Forward, inputs: Any) -> Any:
+        resharded(model)
         params = matched(model, shapes(self._mean), ties=self._ties)
         self._require_unchanged(model, {id(parameter) for parameter in params.values()})
         values = {name: self._mean[name].to(p.device, p.dtype) for name, p in params.items()}
         now = dict(model.named_buffers())
         buffers = {name: buffer.to(now[name].device) for name, buffer in self._buffers.items()}
         with torch.no_grad(), evaluating(model):
+            if any(in_pieces(p) for p in params.values()):
+                return self._in_place(model, lambda: forward(model, inputs))
             return run_at(model, values, lambda run: forward(run, inputs), buffers)
+
+    def _in_place(self, model: nn.Module, call: Callable[[], Any]) -> Any:
+        """A model in pieces is run as it is, with the old pieces in the place of its own."""
+        now = {id(buffer): buffer.clone() for buffer in model.buffers()}
+        then = {name: p.detach().clone() for name, p in matched(model, shapes(self._mean), ties=self._ties).items()}
+        try:
+            self._put(model, self._mean)
+            for name, buffer in model.named_buffers():
+                buffer.copy_(self._buffers[name])
+            return call()
+        finally:
+            resharded(model)
+            self._put(model, then)
+            for buffer in model.buffers():
+                buffer.copy_(now[id(buffer)])
+
+    def _put(self, model: nn.Module, values: Mapping[str, Tensor]) -> None:
+        for name, parameter in matched(model, shapes(self._mean), ties=self._ties).items():
+            part(parameter.data).copy_(part(values[name]))
 
     def _require_unchanged(self, model: nn.Module, inside: set[int]) -> None:
         now = {name: p for name, p in all_parameters(model).items() if id(p) not in inside}

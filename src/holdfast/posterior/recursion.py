@@ -14,7 +14,8 @@ from ..precision import Diagonal, Precision
 from ..precision.base import require_finite
 from ..precision.source import joined, thinned
 from ..precision.sum import settled
-from .gaussian import Memory, Posterior, as_posterior, kept
+from .gaussian import Posterior, kept
+from .memory import Memory, as_posterior
 
 Kept = TypeVar("Kept", Posterior, Memory)
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from ..devices import full
 from ..errors import ArgumentError, MismatchError, SingularError, require_number
 from ..params import contains, require_shapes
+from ..pieces import cut, in_pieces
 from .source import Source
 
 # A matrix over more entries than this is refused: in float32 it would take over a gigabyte.
@@ -65,7 +66,7 @@ class Precision(abc.ABC):
         """A draw from N(0, Λ⁻¹). A singular Λ raises `SingularError`."""
 
     @abc.abstractmethod
-    def expanded(self, shapes: Mapping[str, torch.Size]) -> Self:
+    def expanded(self, shapes: Mapping[str, torch.Size]) -> Precision:
         """Λ for parameters that grew to `shapes`, zero on the new entries."""
 
     @abc.abstractmethod
@@ -117,10 +118,14 @@ class Precision(abc.ABC):
 
     def is_zero(self) -> bool:
         """Whether it holds nothing at all."""
-        return not any(bool(tensor.any()) for tensor in self.tensors.values())
+        return not any(bool(full(tensor.any())) for tensor in self.tensors.values())
 
     def merged(self) -> Precision:
         """Λ in memory that does not grow with the number of its terms: an approximation where there are several."""
+        return self
+
+    def unpacked(self) -> Precision:
+        """The same in ordinary numbers, where it is kept in codes."""
         return self
 
     def blocks(self) -> tuple[Precision, ...]:
@@ -136,12 +141,13 @@ class Precision(abc.ABC):
             return 1.0 * (other if other.shapes else self)
         common = {name: shape for name, shape in self.shapes.items() if name in other.shapes}
         require_shapes(common, other.shapes, what="one precision", than="the other")
-        return self.plus(other) or other.plus(self) or Sum.of(self, other)
+        one, more = self.unpacked(), other.unpacked()
+        return one.plus(more) or more.plus(one) or Sum.of(one, more)
 
     def __sub__(self, part: object) -> Precision:
         if not isinstance(part, Precision):
             return NotImplemented
-        rest = self.minus(part) if part.shapes else 1.0 * self
+        rest = self.unpacked().minus(part.unpacked()) if part.shapes else 1.0 * self
         if rest is None:
             raise MismatchError(
                 f"{type(part).__name__} cannot be taken out of {type(self).__name__} exactly. Diagonals can be taken "
@@ -172,10 +178,22 @@ class Precision(abc.ABC):
 
 
 def inner(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> Tensor:
-    """Σ aᵢbᵢ over the names of b."""
+    """Σ aᵢbᵢ over the names of b, all of it: of tensors in pieces on several processes, the sum of all pieces."""
     parts = [(a[name] * b[name]).sum() for name in b]
+    if any(in_pieces(part) for part in parts):
+        return _whole_sum(parts)
     alike = len({(part.device, part.dtype) for part in parts}) == 1
     return torch.stack(parts).sum() if alike else sum(parts, start=torch.zeros(()))
+
+
+def _whole_sum(parts: list[Any]) -> Tensor:
+    """A sum of numbers in pieces: those that are cut alike are added up first, and then sent once."""
+    cut_alike: dict[Any, Any] = {}
+    for each in parts:
+        key = (each.device_mesh, each.placements) if in_pieces(each) else None
+        cut_alike[key] = cut_alike[key] + each if key in cut_alike else each
+    whole: list[Tensor] = [full(each) for each in cut_alike.values()]
+    return sum(whole[1:], start=whole[0])
 
 
 def added(*parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -235,9 +253,13 @@ def singular(what: str, where: Iterable[str]) -> SingularError:
 
 
 def standard_normal(like: Tensor, generator: torch.Generator | None) -> Tensor:
-    # Drawn where the generator lives, so that one seed gives one draw on every device.
+    if generator is None and in_pieces(like):
+        raise ArgumentError(
+            "processes that hold pieces of one draw must draw alike: give a generator with one seed on all of them."
+        )
+    # Drawn where the generator lives, so that one seed gives one draw on every device, and on every process.
     device = generator.device if generator is not None else like.device
-    return torch.randn(like.shape, generator=generator, dtype=like.dtype, device=device).to(like.device)
+    return cut(torch.randn(like.shape, generator=generator, dtype=like.dtype, device=device).to(like.device), like)
 
 
 def require_nonnegative(rest: Tensor, whole: Tensor, name: str) -> Tensor:

@@ -109,7 +109,7 @@ class Diagonal(_Entrywise):
 
     def logdet(self) -> Tensor:
         self._require_positive("log det")
-        return sum((entries.log().sum() for entries in self.entries.values()), start=torch.zeros(()))
+        return sum((full(entries.log().sum()) for entries in self.entries.values()), start=torch.zeros(()))
 
     def sample(self, generator: torch.Generator | None = None) -> dict[str, Tensor]:
         self._require_positive("a sample")

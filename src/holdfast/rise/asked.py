@@ -21,9 +21,17 @@ _TEXTS = 64
 
 
 def asked(
-    model: nn.Module, memory: Memory, draws: int, seed: int, forward: Callable[[nn.Module, Any], Any] | None = None
+    model: nn.Module,
+    memory: Memory,
+    draws: int,
+    seed: int,
+    forward: Callable[[nn.Module, Any], Any] | None = None,
+    old: Callable[[nn.Module, Forward], Callable[[Any], Any]] | None = None,
 ) -> tuple[Paired, Callable[[], Tensor]]:
-    """The kept answers beside probes, and a way to ask the model about these at its present weights."""
+    """The kept answers beside probes, and a way to ask the model about these at its present weights.
+
+    `old` gives the old function where it is not the model at the memory's mean.
+    """
     if memory.probes is None or memory.answers is None:
         raise ArgumentError(f"no estimate by probes: {missing(memory)}.")
     if not isinstance(draws, int) or isinstance(draws, bool) or draws < 1:
@@ -37,8 +45,8 @@ def asked(
     inputs = [probes.draw(min(_BATCH, count - start), generator) for start in range(0, count, _BATCH)]
     inputs = [each.to(dtype) if each.is_floating_point() else each for each in inputs]
     single = _each(memory.answers)
-    old = recalled(model, memory, forward=plain)
-    then = torch.cat([single.each(old(each))[0].float() for each in inputs])
+    before = recalled(model, memory, forward=plain) if old is None else old(model, plain)
+    then = torch.cat([single.each(before(each))[0].float() for each in inputs])
 
     def now() -> Tensor:
         with untouched(model), torch.no_grad():

@@ -15,11 +15,12 @@ from ..errors import ArgumentError, InertError, MismatchError, require_number
 from ..kernels.natural import Natural, bend_, natural_step_, shake_
 from ..likelihood import Likelihood
 from ..params import matched, shapes, unwrapped
+from ..pieces import gradient, placed
 from ..posterior import Memory, Posterior, as_posterior
 from .mean_field import fitting, require_same
 from .options import checked_options, grouped
 from .outcome import found_posterior
-from .parts import bundled, gradient, placed, seed_of
+from .parts import bundled, seed_of
 from .pending import Pending
 
 _WATCHED = 3  # steps in which gradients that were scaled in between are looked for
@@ -162,7 +163,9 @@ class IVON(Optimizer):
                 "last."
             )
         learned = [p for p in params if p.grad is not None]
-        found = {p: gradient(p) for p in learned}  # before anything is written: one of them may be refused
+        if any(p.grad is not None and p.grad.is_sparse for p in learned):
+            raise ArgumentError("IVON needs dense gradients: make the embedding with sparse=False.")
+        found = {p: gradient(p) for p in learned}
         for bundle in bundled(learned):
             grads = [self._pending.new_part(p, found[p]) for p in bundle]
             if isinstance(loss_scale, Tensor) or loss_scale != 1:

@@ -1,24 +1,37 @@
-"""The processes that take a Fisher together: which have examples of their own, and which parts of one model."""
+"""The processes that work together: which have examples of their own, and which parts of one model."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
+import torch
 from torch import Tensor, distributed, nn
 
-from ..errors import ArgumentError, DataError
-from ..identity import digest, row_sums
-from ..params import all_parameters, unwrapped
-from .batches import Batch
+from .errors import ArgumentError, DataError
+from .identity import digest, row_sums
+from .params import all_parameters, unwrapped
 
 if TYPE_CHECKING:  # not every build of torch has it
     from torch.distributed import ProcessGroup
 
 T = TypeVar("T")
+
+
+class Batch(Protocol):
+    """What is asked of a batch."""
+
+    @property
+    def index(self) -> int: ...
+
+    @property
+    def tensors(self) -> Sequence[Tensor]: ...
+
+
+B = TypeVar("B", bound=Batch)
 
 
 class _Stopped(DataError):
@@ -38,7 +51,7 @@ class Ranks:
 
     Data-parallel ranks have examples of their own; tensor-parallel ones hold parts of one model and see the same
     examples. `fully_shard` averages gradients over the data-parallel ranks, so that all go in step. Those of
-    DistributedDataParallel go `apart`: each squares its own gradients, and what they find is added at the end.
+    DistributedDataParallel go `apart`: each has gradients of its own, and what they find is added at the end.
     """
 
     data: tuple[ProcessGroup, ...] = ()
@@ -49,6 +62,19 @@ class Ranks:
     def averaged(self) -> int:
         """Over how many ranks a gradient is averaged."""
         return 1 if self.apart else prod(group.size() for group in self.data)
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return prod(group.size() for group in (*self.tensor, *self.data))
+
+    @property
+    def place(self) -> int:
+        """Where this rank is among those that `gathered` lists."""
+        place = 0
+        for group in reversed((*self.tensor, *self.data)):
+            place = place * group.size() + group.rank()
+        return place
 
     def seed(self, seed: int) -> int:
         """A seed for each share of the data: draws that two shares had in common would not average out."""
@@ -86,7 +112,7 @@ class Ranks:
                     "and let the model return whole outputs (output_layouts=Replicate())."
                 )
 
-    def in_step(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+    def in_step(self, batches: Iterator[B]) -> Iterator[B]:
         """The batches, each after every rank has one."""
         while True:
             batch = next(batches, None)
@@ -106,7 +132,19 @@ class Ranks:
         """Sum over ranks that went apart what each has found."""
         for group in self.data if self.apart else ():
             for tensor in tensors:
-                distributed.all_reduce(tensor, group=group)
+                whole = tensor.contiguous()  # a parameter's strides, which only tensors in one piece may have here
+                distributed.all_reduce(whole, group=group)
+                if whole is not tensor:
+                    tensor.copy_(whole)
+
+    def share_(self, *tensors: Tensor, place: int = 0) -> None:
+        """Let ranks that went apart have what the one at a place among them has."""
+        for group in self.data if self.apart else ():
+            source = distributed.get_global_rank(group, place)
+            for tensor in tensors:
+                bits = tensor.detach().contiguous().reshape(-1).view(torch.uint8)  # not every backend sends every dtype
+                distributed.broadcast(bits, source, group=group)
+                tensor.copy_(bits.view(tensor.dtype).view(tensor.shape))
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -123,6 +161,14 @@ class Ranks:
     @property
     def _width(self) -> int:
         return prod(group.size() for group in self.tensor)
+
+
+def everyone() -> Ranks:
+    """All the processes there are, each with something of its own."""
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return Ranks()
+    data = _several(cast("ProcessGroup", distributed.group.WORLD))
+    return Ranks(data, apart=bool(data))
 
 
 @contextmanager

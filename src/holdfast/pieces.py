@@ -1,0 +1,163 @@
+"""Tensors in pieces on several processes (DTensor): cut as a model's parameters are, and read whole."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, distributed, nn
+
+from .devices import full, part
+
+
+def gradient(parameter: nn.Parameter) -> Tensor:
+    """What this process holds of a gradient, laid out as the parameter is; zeros where there is none."""
+    grad: Any = parameter.grad
+    if grad is None:  # the loss does not depend on it
+        return torch.zeros_like(part(parameter.data))
+    layout = getattr(parameter, "placements", None)
+    if layout is not None and grad.placements != layout:
+        grad = grad.redistribute(placements=layout)  # a sum over processes that is yet to be made
+    return part(grad).contiguous()
+
+
+def cut(value: Tensor, like: Any) -> Tensor:
+    """A tensor in pieces as another one is; each process takes its own of a whole one, and none sends any."""
+    found: Any = value
+    if not hasattr(like, "placements"):
+        found = full(found)
+    elif hasattr(found, "placements"):
+        found = found.redistribute(like.device_mesh, like.placements)
+    else:
+        from torch.distributed.tensor import DTensor, Replicate
+
+        # Not sent by the first process: that would hide that the others have something else.
+        whole = DTensor.from_local(found, like.device_mesh, [Replicate()] * like.device_mesh.ndim, run_check=False)
+        found = whole.redistribute(placements=like.placements)
+    settled: Tensor = found
+    return settled
+
+
+class Box(NamedTuple):
+    """What a process has of a tensor, and where in it: all of it, if the tensor is not in pieces."""
+
+    whole: tuple[int, ...]
+    corner: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """How many entries the whole tensor has."""
+        return prod(self.whole)
+
+    @property
+    def start(self) -> int | None:
+        """The number of its first entry in the whole one, if all of its entries follow each other there."""
+        if not prod(self.shape):
+            return 0
+        inner = next((axis + 1 for axis, size in enumerate(self.shape) if size > 1), len(self.shape))
+        if self.shape[inner:] != self.whole[inner:]:
+            return None
+        return int(sum(at * step for at, step in zip(self.corner, self._strides, strict=True)))
+
+    def places(self, first: int, last: int, device: torch.device) -> Tensor:
+        """The numbers that some of its entries have in the whole tensor."""
+        rest = torch.arange(first, last, device=device)
+        if self.start is not None:
+            return rest + self.start
+        found = torch.zeros_like(rest)
+        for size, at, step in reversed(list(zip(self.shape, self.corner, self._strides, strict=True))):
+            found += (rest % size + at) * step
+            rest //= size
+        return found
+
+    @property
+    def _strides(self) -> list[int]:
+        return [prod(self.whole[axis + 1 :]) for axis in range(len(self.whole))]
+
+
+def box(tensor: Any) -> Box:
+    """Which part of a tensor this process has."""
+    whole = tuple(tensor.shape)
+    if not in_pieces(tensor):
+        return Box(whole, (0,) * len(whole), whole)
+    (chunk,) = tensor.__create_chunk_list__()
+    return Box(whole, tuple(chunk.offsets), tuple(part(tensor).shape))
+
+
+def spread(value: Tensor, like: Any) -> Tensor:
+    """What this process has of a tensor in pieces as another one is, as that tensor."""
+    if not in_pieces(like):
+        return value
+    from torch.distributed.tensor import DTensor
+
+    found: Tensor = DTensor.from_local(
+        value, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+    return found
+
+
+def largest(value: Tensor, like: Any) -> Tensor:
+    """Entry by entry the largest that any of the processes has that hold pieces of `like`."""
+    if not in_pieces(like):
+        return value
+    from torch.distributed.tensor import DTensor, Partial
+
+    mesh = like.device_mesh
+    found: Tensor = full(DTensor.from_local(value, mesh, [Partial("max")] * mesh.ndim, run_check=False))
+    return found
+
+
+def placed(value: Tensor, parameter: Any) -> Tensor:
+    """A tensor where a parameter is: on its device, in its dtype, and in pieces as it is."""
+    return cut(value.to(device=parameter.device, dtype=parameter.dtype).contiguous(), parameter)
+
+
+def number(tensor: Any) -> float:
+    """A scalar as a number: of one that is spread over processes, the whole sum, and not this process's share."""
+    return float(full(tensor))
+
+
+def in_pieces(tensor: Any) -> bool:
+    """Whether a tensor is spread over processes."""
+    return hasattr(tensor, "placements")
+
+
+def sharded(model: nn.Module) -> list[Any]:
+    """The modules of a model that `fully_shard` has cut."""
+    return [module for module in model.modules() if hasattr(module, "reshard") and hasattr(module, "unshard")]
+
+
+def resharded(model: nn.Module) -> None:
+    """Let `fully_shard` give up what a forward pass of ours gathered: else the next one sees weights of before."""
+    for module in sharded(model):
+        module.reshard()
+
+
+def groups(model: nn.Module) -> list[Any]:
+    """The groups of several processes that hold copies or pieces of a model; none where it is alone."""
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return []
+    found = [module.process_group for module in model.modules() if hasattr(module, "require_backward_grad_sync")]
+    meshes = {parameter.device_mesh for parameter in model.parameters() if in_pieces(parameter)}  # type: ignore[attr-defined]
+    return [group for group in (*found, *(g for mesh in meshes for g in mesh.get_all_groups())) if group.size() > 1]
+
+
+def averaged(tensor: Tensor, model: nn.Module) -> Tensor:
+    """The mean of what the processes of a model have, each its own."""
+    for group in groups(model):
+        tensor = tensor.clone()
+        distributed.all_reduce(tensor, group=group)
+        tensor /= group.size()
+    return tensor
+
+
+def gathered(value: Any, model: nn.Module) -> list[Any]:
+    """What the processes of a model have, each its own."""
+    every = [value]
+    for group in groups(model):
+        parts: list[Any] = [None] * group.size()
+        distributed.all_gather_object(parts, every, group=group)
+        every = [item for part in parts for item in part]
+    return every
