@@ -13,8 +13,8 @@ demo: $(VENV)/.demo
 test: lint types tests
 
 lint: $(VENV)/.dev
-	$(BIN)/ruff check src tests benchmarks
-	$(BIN)/ruff format --check src tests benchmarks
+	$(BIN)/ruff check src tests benchmarks examples
+	$(BIN)/ruff format --check src tests benchmarks examples
 
 types: $(VENV)/.dev
 	$(BIN)/mypy

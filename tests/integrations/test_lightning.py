@@ -18,7 +18,7 @@ from processes import gathered, main
 
 pytest.importorskip("lightning.pytorch")
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.loggers import CSVLogger
 
 from holdfast.integrations.lightning import HoldCallback
@@ -102,7 +102,7 @@ def trained(module, loader, *callbacks, validate=None, ckpt_path=None, **setting
 
 def plain(net, posterior, loader, make=sgd, *, epochs=2, clip=None, half=False, **how):
     """The same by hand."""
-    optimizers = make(net.parameters())
+    optimizers = make(parameter for parameter in net.parameters() if parameter.requires_grad)
     optimizers = optimizers if isinstance(optimizers, list) else [optimizers]
     with holdfast.hold(optimizers, net, posterior, num_data=N, strength=STRENGTH, **how):
         for _ in range(epochs):
@@ -205,6 +205,25 @@ def test_terms_are_held_to_beside_the_memory():
     assert (weights(net) - alone).abs().max() > 1e-3
 
 
+def test_a_term_may_stand_in_the_memorys_place():
+    """A memory of the weights, held in weight space while LoRA trains."""
+    peft = pytest.importorskip("peft")
+    weight_space = pytest.importorskip("holdfast.integrations.peft").weight_space
+    ends = []
+    for way in ("trainer", "loop", "free"):
+        net, posterior, data = start()
+        torch.manual_seed(1)
+        net = peft.get_peft_model(net, peft.LoraConfig(r=2, target_modules=["0", "2"])).double()
+        if way == "loop":
+            plain(net, weight_space(net, posterior), DataLoader(data, 8))
+        else:
+            callbacks = [held(weight_space(net, posterior))] if way == "trainer" else []
+            trained(Automatic(net), DataLoader(data, 8), *callbacks)
+        ends.append(weights(net))
+    torch.testing.assert_close(ends[0], ends[1], rtol=0, atol=1e-6)
+    assert (ends[0] - ends[2]).abs().max() > 1e-4
+
+
 def test_statistics_may_be_kept_through_validation_and_training():
     net, _, data = start()
     net = nn.Sequential(net[0], nn.BatchNorm1d(6).double(), *net[1:])
@@ -216,6 +235,15 @@ def test_statistics_may_be_kept_through_validation_and_training():
     torch.testing.assert_close(weights(net), twin, rtol=0, atol=1e-6)
     torch.testing.assert_close(net[1].running_mean, before, rtol=0, atol=0)
     assert net[1].training
+
+
+def test_statistics_that_nobody_asked_about_drift_with_a_warning():
+    net, _, data = start()
+    net = nn.Sequential(net[0], nn.BatchNorm1d(6).double(), *net[1:])
+    posterior, before = learned(net).posterior, net[1].running_mean.clone()
+    with pytest.warns(holdfast.HoldfastWarning, match="statistics of `1` are not parameters.*freeze_statistics"):
+        trained(Automatic(net), DataLoader(data, 8), held(posterior))
+    assert (net[1].running_mean - before).abs().max() > 1e-2
 
 
 def test_half_precision_is_that_of_the_loop_and_close_to_whole():
@@ -251,6 +279,26 @@ def test_metrics_are_logged_when_the_trainer_logs(tmp_path):
     assert float(trainer.callback_metrics["holdfast/loss"]) == pytest.approx(STRENGTH * value / N, rel=1e-5)
 
 
+def test_the_forecast_is_logged_where_the_model_is_validated():
+    net, posterior, data = start()
+    loader = DataLoader(data, 4)
+    trainer = trained(Validated(net), loader, held(posterior), validate=loader)
+    assert float(trainer.callback_metrics["holdfast/forecast"]) == pytest.approx(
+        holdfast.forecast(net, posterior).rise, rel=1e-4
+    )
+    net, posterior, data = start()
+    trainer = trained(Validated(net), loader, held(posterior, forecast=False), validate=loader)
+    assert "holdfast/forecast" not in trainer.callback_metrics
+
+
+@pytest.mark.filterwarnings("ignore::holdfast.HoldfastWarning")
+def test_a_budget_is_not_kept_where_weights_are_averaged_at_the_end():
+    net, posterior, data = start()
+    averaging = StochasticWeightAveraging(swa_lrs=0.1)
+    with pytest.raises(holdfast.ArgumentError, match="StochasticWeightAveraging puts other weights"):
+        trained(Automatic(net), DataLoader(data, 4), averaging, held(posterior, budget=0.1))
+
+
 def learned(net):
     """A memory, of a task that the model has learned, that tells by probes what is spent."""
     x = torch.randn(200, 5, dtype=torch.float64)
@@ -273,6 +321,7 @@ ENDINGS = {
     "validated": ({"monitor": "old", "save_top_k": -1}, {"max_epochs": 2}),
     "limited": ({"save_weights_only": True}, {"max_epochs": 2, "limit_train_batches": 2}),
     "stopped": ({}, {"max_epochs": 9}),
+    "stopped, weights alone": ({"save_weights_only": True}, {"max_epochs": 9}),
 }
 
 
@@ -291,7 +340,7 @@ def test_a_budget_is_finished_before_the_last_checkpoint(tmp_path, ending):
     module = Module(net, lambda parameters: torch.optim.SGD(parameters, lr=0.2))
     callback = HoldCallback(memory, budget=0.02, model=inner)
     saver = ModelCheckpoint(tmp_path, save_last=True, **how)
-    others = [EarlyStopping("old", divergence_threshold=-1.0)] if ending == "stopped" else []
+    others = [EarlyStopping("old", divergence_threshold=-1.0)] if ending.startswith("stopped") else []
     with pytest.warns(holdfast.HoldfastWarning, match="went back"):
         trained(
             module, DataLoader(data, 8), callback, saver, *others, validate=DataLoader(data, 8), **settings,
@@ -304,7 +353,7 @@ def test_a_budget_is_finished_before_the_last_checkpoint(tmp_path, ending):
     assert saved.keys() == module.state_dict().keys()
     for name, value in module.state_dict().items():
         torch.testing.assert_close(saved[name], value, rtol=0, atol=0)
-    if ending not in ("steps", "stopped"):  # in the midst of an epoch, and decided by the validation itself
+    if ending != "steps" and not others:  # in the midst of an epoch, and decided by the validation itself
         torch.testing.assert_close(seen[-1], weights(net), rtol=0, atol=0)
 
 
@@ -323,6 +372,7 @@ def test_a_budget_that_is_finished_after_the_last_checkpoint_says_so(tmp_path):
         trained(module, DataLoader(data, 8), callback, Late(), saver, max_epochs=9, enable_checkpointing=True)
     assert any("trainer.save_checkpoint" in str(each.message) for each in said)
     assert callback.handle.spent.rise <= 0.02
+    assert not module._state_dict_pre_hooks
 
 
 def test_a_budget_that_cannot_be_kept_is_an_error_of_its_own():
@@ -330,7 +380,7 @@ def test_a_budget_that_cannot_be_kept_is_an_error_of_its_own():
     memory = learned(net)
     module = Automatic(net, lambda parameters: torch.optim.SGD(parameters, lr=1.0))
     with pytest.raises(holdfast.BudgetError, match="nothing is learned"):
-        trained(module, DataLoader(data, 8), HoldCallback(memory, budget=0.01, model=inner))
+        trained(module, DataLoader(data, 8), HoldCallback(memory, budget=0.01, proximal=False, model=inner))
 
 
 def test_training_goes_on_from_a_checkpoint_to_the_last_bit(tmp_path):
@@ -529,7 +579,8 @@ def budgeted(rank: int) -> dict:
     callback = HoldCallback(memory, budget=0.1, proximal=True, freeze_statistics=False, model=inner)
     module = Automatic(net, lambda parameters: torch.optim.SGD(parameters, lr=0.05))
     trained(module, DataLoader(data, 4), callback, Look(), strategy="ddp", devices=2, max_epochs=14)
-    return {"strengths": strengths, "before": before[-1], "rise": callback.handle.spent.rise}
+    after = torch.cat([weights(net), net[1].running_mean, net[1].running_var])
+    return {"strengths": strengths, "before": before[-1], "after": after, "rise": callback.handle.spent.rise}
 
 
 def automatic(rank: int) -> dict:
@@ -566,8 +617,56 @@ def test_replicas_keep_a_budget_with_one_strength(found):
     one, other = found["budgeted"]
     assert len(set(one["strengths"])) > 3
     assert one["strengths"] == other["strengths"]
-    torch.testing.assert_close(one["before"], other["before"], rtol=0, atol=0)
+    for when in ("before", "after"):
+        torch.testing.assert_close(one[when], other[when], rtol=0, atol=0)
     assert one["rise"] <= 0.1
+
+
+def drawn(net, posterior):
+    """What the old model answered to inputs that are drawn anew at every step."""
+    inputs = holdfast.kept_inputs(torch.randn(30, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(5)))
+    return holdfast.distill(net, posterior, inputs, holdfast.categorical, batch=4)
+
+
+def halves(parameters):
+    first, *rest = parameters
+    return [torch.optim.Adam([first], lr=0.02), torch.optim.Adam(rest, lr=0.01)]
+
+
+def gone_on(folder, epoch, terms=False, several=False, **how):
+    """Weights after three epochs of four steps, straight and from the checkpoint at the end of one."""
+    ends = []
+    for way in ("straight", "again"):
+        net, _, data = start()
+        old = [tuple(data.tensors)]
+        known = holdfast.kronecker_fisher(net, old, holdfast.categorical)
+        posterior = holdfast.consolidate(holdfast.prior(net), net, known)
+        if way == "again":
+            net = relu_mlp().double()
+        callback = held(posterior, terms=[drawn(net, posterior)] if terms else [], **how)
+        saver = ModelCheckpoint(folder, save_top_k=-1, filename="{epoch}")
+        path = None if way == "straight" else folder / f"epoch={epoch}.ckpt"
+        trained(
+            Manual(net, halves) if several else Automatic(net, lambda p: torch.optim.Adam(p, lr=0.01)),
+            DataLoader(data, 6), callback, saver, max_epochs=3, enable_checkpointing=True, ckpt_path=path,
+        )  # fmt: skip
+        ends.append(weights(net))
+    return ends
+
+
+@pytest.mark.parametrize("how", [{"rotate": True}, {"every": 2}], ids=str)
+def test_other_ways_to_pull_go_on_from_a_checkpoint_to_the_last_bit(how, tmp_path):
+    straight, again = gone_on(tmp_path, 0, **how)
+    assert torch.equal(straight, again)
+
+
+@pytest.mark.parametrize(("epoch", "options"), [
+    (0, {"every": 3}), (1, {"every": 3}), (0, {"terms": True}), (0, {"terms": True, "every": 3}),
+    (0, {"every": 3, "several": True}), (0, {"terms": True, "every": 3, "several": True}),
+], ids=str)  # fmt: skip
+def test_pulls_in_use_and_draws_to_come_go_on_to_the_last_bit(epoch, options, tmp_path):
+    straight, again = gone_on(tmp_path, epoch, **options)
+    assert torch.equal(straight, again)
 
 
 if __name__ == "__main__":

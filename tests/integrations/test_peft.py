@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import holdfast
-from holdfast.params import all_parameters, trainable
+from holdfast.params import matched, shapes, trainable
 from oracles import flat
 
 peft = pytest.importorskip("peft")
@@ -83,13 +83,18 @@ def adapted(model, *, filled=True, **config):
 def fill(model):
     draw = torch.Generator().manual_seed(3)
     with torch.no_grad():
-        for parameter in trainable(model).values():
+        for parameter in moving(model).values():
             parameter += 0.1 * torch.randn(parameter.shape, generator=draw).to(parameter)
 
 
 def started(name="mlp", structure="diagonal", **more):
     model, posterior = remembered(name, structure)
     return adapted(model, **{**CASES[name][3], **more}), posterior
+
+
+def moving(model):
+    """What trains, by PEFT's own names: those of two adapters that train are told apart by them alone."""
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 def merged(model):
@@ -102,9 +107,8 @@ def lora_layers(model):
 
 def explicit(model, posterior):
     """The merged model's penalty with a graph to A and B: PEFT's own ΔW of every layer at once."""
-    params = all_parameters(model)
-    names = {id(parameter): name for name, parameter in params.items()}
-    weights = dict(params)
+    weights = dict(matched(model, shapes(posterior.mean)))
+    names = {id(parameter): name for name, parameter in weights.items()}
     for layer in lora_layers(model):
         name = names[id(layer.get_base_layer().weight)]
         for adapter in set(layer.active_adapters) & set(layer.scaling):
@@ -113,14 +117,14 @@ def explicit(model, posterior):
 
 
 def gradients(model, posterior):
-    params = trainable(model)
+    params = moving(model)
     grads = torch.autograd.grad(explicit(model, posterior), list(params.values()), allow_unused=True)
     return {name: grad for name, grad in zip(params, grads, strict=True) if grad is not None}
 
 
 def pulled(model, term, scale=1.0):
     """What a term adds to the gradients, and what it returns."""
-    params = trainable(model)
+    params = moving(model)
     model.zero_grad()
     value = term.add_gradient_(model, scale, {id(parameter) for parameter in params.values()})
     return {name: parameter.grad for name, parameter in params.items() if parameter.grad is not None}, value
@@ -134,7 +138,8 @@ def assert_as_merged(model, posterior, **how):
     torch.testing.assert_close(term.value(model).to(exact), exact.detach(), rtol=1e-10, atol=0)
     expected = gradients(model, posterior)
     found, value = pulled(model, term, 0.7)
-    assert set(found) == set(expected) == set(term.held(model))
+    assert set(found) == set(expected)
+    assert {id(moving(model)[name]) for name in found} == {id(parameter) for parameter in term.held(model).values()}
     for name, grad in expected.items():
         assert grad.any()
         torch.testing.assert_close(found[name], 0.7 * grad, rtol=1e-8, atol=1e-12, msg=name)
@@ -199,9 +204,9 @@ def test_the_memory_survives_the_merge_and_the_next_adapter():
     second = adapted(copy.deepcopy(plain), filled=False, target_modules=["2", "4"])
     term = weight_space(second, posterior)
     assert float(term.value(second)) == pytest.approx(left, rel=1e-10)  # B = 0: it starts at the first one's Δ
-    found, value = pulled(second, term)
-    assert found["2.lora_B.weight"].any()  # and is pulled back from there
-    assert not found["4.lora_B.weight"].any()  # the first one left this layer as it was
+    _, value = pulled(second, term)
+    assert trainable(second)["2.lora_B.weight"].grad.any()  # and is pulled back from there
+    assert not trainable(second)["4.lora_B.weight"].grad.any()  # the first one left this layer as it was
     still = holdfast.penalty(plain, posterior) - value  # "0" cannot move any more
     torch.testing.assert_close(still.detach(), 0.5 * posterior.precision.blocks()[0].quadratic(posterior.delta(plain)))
     fill(second)
@@ -241,13 +246,39 @@ def test_parameters_that_train_as_they_are_are_held_beside_the_adapters():
         assert direct == {name for name in term.held(model) if "lora_" not in name}
 
 
+def two_adapters(structure="diagonal"):
+    """Both act, and both train; one layer has both of them."""
+    model, posterior = started("mlp", structure)
+    model.add_adapter("second", peft.LoraConfig(r=3, target_modules=["2", "4"]))
+    model.double().base_model.set_adapter(["default", "second"])
+    fill(model)
+    return model, posterior
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_adapters_that_train_together_are_held_together(structure):
+    """Δ = W − μ + Σ sᵢ·BᵢAᵢ, and each has its own gradient of it."""
+    model, posterior = two_adapters(structure)
+    term, _ = assert_as_merged(model, posterior)
+    assert {"0.lora_A.weight", "2.lora_A.default.weight", "2.lora_A.second.weight"} < set(term.held(model))
+    ends = []
+    for held in (True, False):
+        model, posterior = two_adapters(structure)
+        optimizer = torch.optim.SGD(list(moving(model).values()), lr=0.05)
+        if held:
+            with holdfast.hold(optimizer, model, weight_space(model, posterior), num_data=N, strength=STRENGTH):
+                train(model, optimizer, points(2, N), holdfast.categorical)
+        else:
+            train(model, optimizer, points(2, N), holdfast.categorical, term=posterior)
+        ends.append(flat({name: p.detach() for name, p in moving(model).items()}))
+    torch.testing.assert_close(*ends, rtol=1e-9, atol=1e-11)
+
+
 def test_active_adapters_add_up_and_one_trains():
     model, posterior = started()
     first = copy.deepcopy(model)
     model.add_adapter("second", peft.LoraConfig(r=3, target_modules=["2", "4"]))
     model.double().base_model.set_adapter(["default", "second"])
-    with pytest.raises(holdfast.MismatchError, match="Freeze the adapter"):
-        weight_space(model, posterior)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(".second." in name)
     fill(model)
@@ -407,7 +438,8 @@ def test_a_memory_of_the_adapter_holds_the_adapter():
         require_unmerged(model, posterior)
         optimizer = torch.optim.SGD(list(trainable(model).values()), lr=0.1)
         x, y = points(2, N)
-        handle = holdfast.hold(optimizer, model, posterior, num_data=N, strength=STRENGTH) if held else None
+        how = {"num_data": N, "strength": STRENGTH, "proximal": False}
+        handle = holdfast.hold(optimizer, model, posterior, **how) if held else None
         for _ in range(6):
             optimizer.zero_grad()
             loss = holdfast.categorical.nll(model(x), y).mean()
@@ -465,3 +497,133 @@ def test_a_memory_of_the_weights_does_not_see_an_adapter_and_says_so():
     term = weight_space(model, memory)
     with pytest.raises(holdfast.ArgumentError, match="none is held to here"):
         holdfast.hold(optimizer, model, term, num_data=20, proximal=True)
+
+
+def kept(model, posterior):
+    """A memory of the plain model that has probes and answers."""
+    x, y = points(1, 200)
+    answers = holdfast.kept_answers(model, [(x, y)], holdfast.categorical)
+    return holdfast.Memory.of(posterior, model, holdfast.gaussian_probes([(x, y)]), answers)
+
+
+@pytest.mark.parametrize("more", [{}, {"modules_to_save": ["4"]}], ids=str)
+def test_the_old_function_is_had_from_an_adapted_model(more):
+    """At the mean, with adapters that add nothing; and from a base that is not at the mean any more."""
+    assert_recalled(more)
+
+
+def assert_recalled(more):
+    plain, posterior = remembered()
+    x = points(5, 7)[0]
+    then = plain(x).detach()
+    first = adapted(copy.deepcopy(plain), target_modules=["0", "2"]).merge_and_unload()
+    for base in (copy.deepcopy(plain), first):
+        if "second" in more:
+            model = adapted(base, target_modules=["0"])
+            model.add_adapter("second", peft.LoraConfig(r=3, target_modules=["0", "2"]))
+            model.double().base_model.set_adapter(["default", "second"])
+            fill(model)
+        else:
+            model = adapted(base, **{"target_modules": ["0", "2"], **more})
+        term = weight_space(model, posterior)
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        assert (model(x) - then).abs().max() > 1e-3
+        torch.testing.assert_close(term.recalled(model, lambda run, given: run(given))(x), then)
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+        with torch.no_grad():
+            for parameter, start in term.way_back(model).values():
+                parameter.copy_(start)
+        if base is not first:
+            torch.testing.assert_close(model(x), then)
+
+
+def test_what_trains_beside_adapters_and_is_not_known_is_said():
+    plain, posterior = remembered()
+    model = adapted(plain, target_modules=["0"])
+    model.base_model.model.extra = nn.Linear(3, 3).double()
+    with pytest.raises(holdfast.MismatchError, match=r"`extra.weight`, `extra.bias` trains beside the adapters"):
+        weight_space(model, posterior).recalled(model, lambda run, given: run(given))
+
+
+def test_the_old_function_is_had_from_a_model_with_two_adapters_that_train():
+    assert_recalled({"second": True})
+
+
+local = pytest.mark.filterwarnings("ignore:a posterior alone has no probes:holdfast.HoldfastWarning")
+far = pytest.mark.filterwarnings("ignore:to stay within:holdfast.HoldfastWarning")
+
+
+@local
+@far
+@pytest.mark.parametrize("way", ["one", "two", "beside"])
+def test_a_budget_of_the_merged_weights_by_the_quadratic(way):
+    if way == "two":
+        model, posterior = two_adapters()
+    else:
+        model, posterior = started(filled=False, **({"modules_to_save": ["4"]} if way == "beside" else {}))
+    base = {name: p.clone() for name, p in model.named_parameters() if not p.requires_grad}
+    optimizer = torch.optim.Adam(list(moving(model).values()), lr=0.05)
+    term = weight_space(model, posterior)
+    with holdfast.hold(optimizer, model, term, num_data=N, strength=1e-3, budget=0.05) as handle:
+        train(model, optimizer, points(2, N), holdfast.categorical, steps=20)
+        assert term.value(model) / posterior.num_data > 0.06
+    assert 0.1 < handle.spent.kept < 0.95
+    rise = holdfast.penalty(merged(model), posterior).item() / posterior.num_data
+    assert 0.045 < rise <= 0.05
+    assert handle.spent.rise == pytest.approx(rise)
+    assert all(torch.equal(dict(model.named_parameters())[name], value) for name, value in base.items())
+
+
+@far
+@pytest.mark.parametrize("again", [False, True])
+def test_a_budget_of_the_merged_weights_by_probes(again):
+    """With a second adapter on a base that the first has moved, too: what both have changed is counted."""
+    plain, posterior = remembered()
+    memory = kept(plain, posterior)
+    if again:
+        plain = adapted(plain, target_modules=["2"], filled=True).merge_and_unload()
+    model = adapted(plain, target_modules=["0", "2", "4"], filled=False)
+    optimizer = torch.optim.Adam(list(moving(model).values()), lr=0.02)
+    term = weight_space(model, memory)
+    with holdfast.hold(optimizer, model, term, num_data=N, strength=1e-3, budget=0.2) as handle:
+        train(model, optimizer, points(2, N), holdfast.categorical, steps=60)
+    assert handle.spent.by == "probes"
+    assert 0.1 < handle.spent.rise <= 0.2
+    assert handle.spent.kept < 1
+    told = holdfast.forecast(merged(model), memory).by_probes
+    assert max(told.by_outputs, told.by_probabilities) < 0.22
+
+
+@local
+def test_a_budget_with_adapters_that_took_their_start_out_of_the_weights_is_refused():
+    plain, posterior = remembered()
+    model = adapted(plain.float(), target_modules=["0", "2"], filled=False, init_lora_weights="olora")
+    optimizer = torch.optim.SGD(list(moving(model).values()), lr=0.05)
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    with pytest.raises(holdfast.ArgumentError, match=r"where the adapters do nothing.*init_lora_weights=True"):
+        holdfast.hold(optimizer, model, weight_space(model, posterior), num_data=N, budget=1e-3)
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
+@local
+def test_a_budget_that_does_not_see_all_that_trains_is_refused():
+    plain, posterior = remembered()
+    near = holdfast.prior(plain, precision=1.0)
+    part = {name: entries for name, entries in posterior.precision.entries.items() if not name.startswith("2.")}
+    posterior = holdfast.Posterior(posterior.mean, holdfast.Diagonal(part, posterior.sources))
+    model = adapted(plain, target_modules=["0", "2"])
+    optimizer = torch.optim.SGD(list(moving(model).values()), lr=0.05)
+    with pytest.raises(holdfast.ArgumentError, match=r"says nothing of `2.lora_A.weight`, `2.lora_B.weight`, which"):
+        holdfast.hold(optimizer, model, weight_space(model, posterior), num_data=N, budget=0.05)
+    twice = [weight_space(model, posterior), weight_space(model, near)]
+    with pytest.raises(holdfast.ArgumentError, match="of one memory, got 2"):
+        holdfast.hold(optimizer, model, twice, num_data=N, budget=0.05)
+
+
+def test_a_hold_in_weight_space_tells_which_factors_it_holds():
+    model, posterior = two_adapters()
+    optimizer = torch.optim.SGD(list(moving(model).values()), lr=0.05)
+    told = holdfast.hold(optimizer, model, weight_space(model, posterior), num_data=N).coverage
+    assert told.fraction == 1
+    assert {"2.lora_A.default.weight", "2.lora_B.second.weight"} < set(told.held)
+    assert {"0.weight", "4.bias"} < told.frozen

@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import itertools
 import math
 import os
 
@@ -19,97 +18,28 @@ transformers = pytest.importorskip("transformers")
 accelerate = pytest.importorskip("accelerate")
 
 from holdfast.integrations.transformers import HoldCallback, memory_from  # noqa: E402
-
-SMALL = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 30}
-N = 16  # sequences of new data
-T = 6
-
-
-def llama(**more):
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(num_key_value_heads=1, **SMALL, **more)).double()
-
-
-def bert(dropout=0.0, **more):
-    config = transformers.BertConfig(
-        hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout, **{**SMALL, "num_labels": 3, **more}
-    )
-    return transformers.BertForSequenceClassification(config).double()
-
-
-def texts(seed, count=N, ignored=0):
-    """Sequences with labels; of some, the first `ignored` labels do not count."""
-    ids = torch.randint(0, 30, (count, T), generator=torch.Generator().manual_seed(seed))
-    return [
-        {"input_ids": row, "labels": torch.where(torch.arange(T) < ignored * (n % 2), -100, row)}
-        for n, row in enumerate(ids)
-    ]
-
-
-def labeled(seed, count=N):
-    return [{"input_ids": row["input_ids"], "labels": row["input_ids"].sum() % 3} for row in texts(seed, count)]
-
-
-MODELS = {
-    "llama": (llama, texts, holdfast.tokens(shift=True), holdfast.diagonal_fisher),
-    "bert": (bert, labeled, holdfast.categorical, holdfast.kronecker_fisher),
-}
-
-
-def batched(rows, size):
-    parts = [rows[n : n + size] for n in range(0, len(rows), size)]
-    return [{key: torch.stack([row[key] for row in part]) for key in part[0]} for part in parts]
-
-
-def start(name, seed=0, **more):
-    """A model, what it knows of old data, and new data."""
-    make, data, likelihood, fisher = MODELS[name]
-    torch.manual_seed(seed)
-    model = make(**more)
-    found = fisher(model, batched(data(seed + 7, 40), 8), likelihood)
-    # A fresh model knows little: its Fisher is made to hold as if there had been more data.
-    return model, holdfast.consolidate(holdfast.prior(model), model, 10 * found), data(seed + 8)
-
-
-def arguments(folder, **more):
-    usual = {
-        "output_dir": str(folder), "use_cpu": True, "report_to": "none", "disable_tqdm": True, "save_strategy": "no",
-        "optim": "sgd", "learning_rate": 0.05, "lr_scheduler_type": "constant", "max_grad_norm": 0.0, "max_steps": 6,
-        "per_device_train_batch_size": 4, "train_sampling_strategy": "sequential", "logging_strategy": "no",
-        "dataloader_pin_memory": False,
-    }  # fmt: skip
-    return transformers.TrainingArguments(**{**usual, **more})
-
-
-class Trainer(transformers.Trainer):
-    """Divides the loss of a classifier over the batches of a step, which 5.22 leaves out for those that ignore
-    num_items_in_batch (BERT's): the data's own gradient would be k times too large."""
-
-    @property
-    def loss_is_scaled_for_ga(self):
-        return not isinstance(self.model, transformers.BertForSequenceClassification)
-
-
-def trained(folder, model, data, *callbacks, resume=None, evaluated=None, **more):
-    trainer = Trainer(
-        model, arguments(folder, **more), train_dataset=data, eval_dataset=evaluated, callbacks=list(callbacks)
-    )
-    trainer.train(resume_from_checkpoint=resume)
-    return trainer
-
-
-def weights(model):
-    return flat({name: p.detach() for name, p in model.named_parameters()})
-
-
-def looped(optimizer, model, data, steps=6, size=4):
-    for _, batch in zip(range(steps), itertools.cycle(batched(data, size)), strict=False):
-        optimizer.zero_grad()
-        model(**batch).loss.backward()
-        optimizer.step()
+from transformers_cases import (  # noqa: E402
+    MODELS,
+    Counted,
+    N,
+    T,
+    arguments,
+    batched,
+    bert,
+    images,
+    labeled,
+    llama,
+    looped,
+    start,
+    statistics,
+    texts,
+    trained,
+    weights,
+)
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("options", [{}, {"strength": 3.0, "proximal": False}], ids=str)
+@pytest.mark.parametrize("options", [{"proximal": False}, {"strength": 3.0, "proximal": False}], ids=str)
 def test_a_held_trainer_is_a_held_loop(name, options, tmp_path):
     """Tokens are counted as the loop's are by hand, N sequences of T - 1 predictions; examples are N."""
     ends = []
@@ -312,6 +242,29 @@ def test_a_term_beside_the_memory_pulls_too(tmp_path):
     torch.testing.assert_close(*ends, rtol=0, atol=1e-6)
 
 
+def test_a_memory_of_the_weights_holds_a_trainer_with_lora(tmp_path):
+    peft = pytest.importorskip("peft")
+    weight_space = pytest.importorskip("holdfast.integrations.peft").weight_space
+    ends = []
+    for way in ("trainer", "loop", "free"):
+        model, posterior, data = start("llama")
+        torch.manual_seed(1)
+        config = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+        model = peft.get_peft_model(model, config).double()
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05)
+        term = weight_space(model, posterior)
+        if way == "trainer":
+            trainer = trained(tmp_path, model, data, HoldCallback(term, strength=10.0))
+            assert trainer.state.log_history[-1]["holdfast/penalty"] > 1e-2
+        else:
+            strength = 10.0 if way == "loop" else 0.0
+            with holdfast.hold(optimizer, model, term, num_data=N * (T - 1), unit="token", strength=strength):
+                looped(optimizer, model.train(), data)
+        ends.append(weights(model))
+    torch.testing.assert_close(ends[0], ends[1], rtol=0, atol=1e-6)
+    assert (ends[0] - ends[2]).abs().max() > 1e-4
+
+
 def t5(**more):
     sizes = {"d_model": 8, "d_kv": 4, "d_ff": 16, "num_layers": 1, "num_heads": 2, "vocab_size": 30}
     config = transformers.T5Config(decoder_start_token_id=0, pad_token_id=0, **sizes)
@@ -376,6 +329,79 @@ def test_task_after_task(tmp_path):
         assert memory_from(trainer).num_data == N
 
 
+@far
+def test_a_memory_of_texts_has_the_models_own_in_their_place(tmp_path):
+    """And is enough for a budget that is told by probes, and for a forecast in the log."""
+    model = llama()
+    rows = texts(5, ignored=3)
+    trainer = transformers.Trainer(model, arguments(tmp_path), train_dataset=rows)
+    state = torch.get_rng_state()
+    memory = memory_from(trainer, fisher=holdfast.diagonal_fisher, probes=True)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert memory.probes.shape == (T,)
+    assert memory.probes.unit == memory.answers.unit == "token"
+    assert memory.probes.num_data == memory.answers.num_data == memory.num_data == N * (T - 1) - N // 2 * 2
+    given = {tuple(row["input_ids"].tolist()) for row in rows}
+    assert not {tuple(text.tolist()) for text in memory.probes.inputs} & given
+    assert {int(text[0]) for text in memory.probes.inputs} <= {int(row["input_ids"][0]) for row in rows}
+    plain = memory_from(trainer, fisher=holdfast.diagonal_fisher)
+    assert plain.posterior.id == memory.posterior.id
+    assert plain.probes is None
+    callback = HoldCallback(memory, budget=0.02, strength=1e-3)
+    trainer = trained(tmp_path, model, texts(8), callback, learning_rate=0.5, max_steps=20)
+    assert callback.handle.spent.by == "probes"
+    assert 0.01 < callback.handle.spent.rise <= 0.02
+    assert trainer.state.log_history[-1]["holdfast/forecast"] == pytest.approx(holdfast.forecast(model, memory).rise)
+    # The next task's texts are as long as the first one's: they go on together.
+    longer = [{key: torch.cat([value, value]) for key, value in row.items()} for row in texts(9)]
+    both = memory_from(
+        transformers.Trainer(model, arguments(tmp_path), train_dataset=longer), memory, probes=True,
+        fisher=holdfast.diagonal_fisher,
+    )  # fmt: skip
+    assert both.probes.shape == (T,)
+    assert both.probes.num_data == pytest.approx(both.num_data)
+    assert both.answers.num_data == both.num_data == memory.num_data + N * (2 * T - 1)
+
+
+def test_texts_that_are_padded_begin_with_their_first_word(tmp_path):
+    rows = [
+        {"input_ids": torch.tensor([0, 0, 7 + n, 3, 4]), "attention_mask": torch.tensor([0, 0, 1, 1, 1]),
+         "labels": torch.tensor([-100, -100, 7 + n, 3, 4])}
+        for n in range(4)
+    ]  # fmt: skip
+    trainer = transformers.Trainer(llama(), arguments(tmp_path), train_dataset=rows)
+    memory = memory_from(trainer, fisher=holdfast.diagonal_fisher, probes=True)
+    assert {int(text[0]) for text in memory.probes.inputs} == {7, 8, 9, 10}
+
+
+def test_a_memory_of_pictures_has_two_moments_in_their_place(tmp_path):
+    model = start("resnet")[0]
+    rows = images(5, 64)
+    trainer = transformers.Trainer(model, arguments(tmp_path), train_dataset=rows)
+    memory = memory_from(trainer, fisher=holdfast.diagonal_fisher, probes=True, limit=32)
+    assert memory.probes.shape == (1, 8, 8)
+    assert memory.probes.num_data == memory.answers.num_data == memory.num_data == 64
+    moved = copy.deepcopy(model)
+    assert holdfast.forecast(moved, memory).probes.rise == pytest.approx(0, abs=1e-6)
+    callback = HoldCallback(memory, budget=0.05, freeze_statistics=True)
+    trained(tmp_path, model, images(8), callback)
+    assert callback.handle.spent.by == "probes"
+
+
+def test_of_other_inputs_some_must_be_given(tmp_path):
+    model = bert()
+    trainer = transformers.Trainer(model, arguments(tmp_path), train_dataset=labeled(5))
+    with pytest.raises(holdfast.ArgumentError, match=r"stands for the inputs \(`input_ids`\) of BertFor.*kept_inputs"):
+        memory_from(trainer, probes=True)
+    given = holdfast.kept_inputs(torch.stack([row["input_ids"] for row in labeled(5)]))
+    memory = memory_from(trainer, fisher=holdfast.diagonal_fisher, probes=given)
+    assert memory.probes is given
+    assert memory.answers.num_data == N
+    assert holdfast.forecast(model, memory).probes is not None
+    with pytest.raises(holdfast.ArgumentError, match="probes is True, or probes such as"):
+        memory_from(trainer, probes=torch.zeros(3))
+
+
 class Copied(transformers.TrainerCallback):
     """Trains with a copy of the optimizer, which has lost its hooks."""
 
@@ -386,7 +412,7 @@ class Copied(transformers.TrainerCallback):
 @pytest.mark.filterwarnings("ignore:Seems like `optimizer.step:UserWarning")
 def test_a_trainer_that_steps_with_another_optimizer_is_told_so(tmp_path):
     model, posterior, data = start("bert")
-    with pytest.raises(holdfast.InertError, match="never made a step while it was held"):
+    with pytest.raises(holdfast.InertError, match="a copy of one that is held"):
         trained(tmp_path, model, data, HoldCallback(posterior), Copied())
 
 
@@ -506,3 +532,91 @@ def test_accelerate_alone(when, accumulate):
             handle.remove()
         ends.append(weights(model))
     torch.testing.assert_close(ends[0], ends[1], rtol=0, atol=1e-12)
+
+
+def test_statistics_are_warned_of_or_kept(tmp_path):
+    """BatchNorm in a Trainer: left alone they drift, which is said; kept, the model is the loop's that keeps them."""
+    model, posterior, data = start("resnet")
+    before = statistics(model)
+    with pytest.warns(holdfast.HoldfastWarning, match="statistics of `resnet.* are not parameters"):
+        trained(tmp_path, model, data, HoldCallback(posterior))
+    assert (statistics(model) - before).abs().max() > 1e-3
+    model, posterior, data = start("resnet")
+    callback = HoldCallback(posterior, freeze_statistics=True, proximal=False)
+    trained(tmp_path, model, data, callback, evaluated=data, eval_strategy="steps", eval_steps=2)
+    assert torch.equal(statistics(model), before)
+    twin, _, _ = start("resnet")
+    optimizer = torch.optim.SGD(twin.parameters(), lr=0.05)
+    with holdfast.hold(optimizer, twin, posterior, num_data=N, freeze_statistics=True, proximal=False):
+        looped(optimizer, twin.train(), data)
+    torch.testing.assert_close(weights(model), weights(twin), rtol=0, atol=1e-6)
+    model.train()(torch.randn(4, 1, 8, 8).double())  # let go
+    assert not torch.equal(statistics(model), before)
+
+
+def test_a_dataset_that_is_read_in_order_is_counted_and_not_drawn_from(tmp_path):
+    model = bert()
+    trainer = transformers.Trainer(model, arguments(tmp_path), train_dataset=Counted(labeled(5)))
+    assert memory_from(trainer, fisher=holdfast.diagonal_fisher).num_data == N
+    with pytest.raises(holdfast.ArgumentError, match=r"Counted is read in its order, .*: no limit="):
+        memory_from(trainer, limit=4)
+
+
+def drawn(model, posterior):
+    """What the old model answered to inputs that are drawn anew at every step."""
+    inputs = holdfast.kept_inputs(torch.stack([row["input_ids"] for row in labeled(11)]))
+    return holdfast.distill(
+        model, posterior, inputs, holdfast.categorical, batch=4, forward=lambda m, ids: m(input_ids=ids).logits
+    )
+
+
+def gone_on(folder, at, terms=False, **how):
+    """Weights after twelve steps, straight and from the checkpoint at a step."""
+    saved = {
+        "optim": "adamw_torch", "learning_rate": 1e-2, "save_strategy": "steps", "save_steps": at, "max_steps": 12,
+    }  # fmt: skip
+    ends = []
+    for way in ("straight", "again"):
+        model, posterior, data = start("bert")
+        if way == "again":
+            model = start("bert", seed=3)[0]
+        callback = HoldCallback(posterior, terms=[drawn(model, posterior)] if terms else [], **how)
+        resume = None if way == "straight" else str(folder / "straight" / f"checkpoint-{at}")
+        trained(folder / way, model, data, callback, resume=resume, **saved)
+        ends.append(weights(model))
+    return ends
+
+
+@pytest.mark.parametrize("how", [{"rotate": True}, {"every": 3}], ids=str)
+@pytest.mark.parametrize("at", [3, 6])
+def test_other_ways_to_pull_are_resumed_to_the_bit(how, at, tmp_path):
+    straight, again = gone_on(tmp_path, at, **how)
+    assert torch.equal(straight, again)
+
+
+@pytest.mark.parametrize(("at", "options"), [
+    (4, {"every": 3}), (5, {"every": 3}), (4, {"terms": True}), (4, {"terms": True, "every": 3}),
+], ids=str)  # fmt: skip
+def test_pulls_in_use_and_draws_to_come_are_resumed_to_the_bit(at, options, tmp_path):
+    straight, again = gone_on(tmp_path, at, **options)
+    assert torch.equal(straight, again)
+    assert (tmp_path / "straight" / f"checkpoint-{at}" / "holdfast.pt").is_file()
+
+
+def test_a_checkpoint_that_lost_its_file_says_so(tmp_path):
+    model, posterior, data = start("bert")
+    saved = {"save_strategy": "steps", "save_steps": 4}
+    trained(tmp_path, model, data, HoldCallback(posterior, every=3), **saved)
+    (tmp_path / "checkpoint-4" / "holdfast.pt").unlink()
+    with pytest.warns(holdfast.HoldfastWarning, match=r"has lost its holdfast\.pt"):
+        trained(
+            tmp_path / "again", model, data, HoldCallback(posterior, every=3), resume=str(tmp_path / "checkpoint-4")
+        )
+
+
+def test_a_checkpoint_of_another_memory_is_refused_with_every_too(tmp_path):
+    model, posterior, data = start("bert")
+    trained(tmp_path, model, data, HoldCallback(posterior, every=3), save_strategy="steps", save_steps=4)
+    other = holdfast.Posterior(posterior.mean, 2 * posterior.precision)
+    with pytest.raises(holdfast.MismatchError, match=f"hold to the memory {posterior.id}, .* holds to {other.id}"):
+        trained(tmp_path, model, data, HoldCallback(other, every=3), resume=str(tmp_path / "checkpoint-4"))

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Subset
+from torch.utils.data import DataLoader, IterableDataset, Subset
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from ..errors import ArgumentError
@@ -20,20 +20,29 @@ _CAUSAL = ("ForCausalLM", "ForConditionalGeneration")
 
 def examples(loader: DataLoader[Any], cure: str) -> int:
     """How many examples a loader's dataset has; raises with the cure where nobody knows."""
+    dataset = _whole(loader)
     try:
-        return len(loader.dataset)  # type: ignore[arg-type]
+        return len(dataset)
     except TypeError as error:
-        raise ArgumentError(
-            f"{type(loader.dataset).__name__} has no length, so its data cannot be counted. {cure}"
-        ) from error
+        raise ArgumentError(f"{type(dataset).__name__} has no length, so its data cannot be counted. {cure}") from error
+
+
+def _whole(loader: DataLoader[Any]) -> Any:
+    """The dataset that all processes read from: of one that is read in order, each has a share as its loader's."""
+    dataset: Any = loader.dataset
+    while type(dataset).__name__ == "IterableDatasetShard":  # accelerate's
+        dataset = dataset.dataset
+    return dataset
 
 
 def in_order(loader: DataLoader[Any], size: int, limit: int | None = None) -> DataLoader[Any]:
     """Every example once, in the dataset's order (or `limit` at random), in batches as the loader makes them."""
-    dataset = loader.dataset
+    dataset = _whole(loader)
     if limit is not None:
+        if isinstance(dataset, IterableDataset):
+            raise ArgumentError(f"{type(dataset).__name__} is read in its order, so none are drawn of it: no limit=.")
         generator = torch.Generator().manual_seed(0)
-        chosen = torch.randperm(len(dataset), generator=generator)[:limit]  # type: ignore[arg-type]
+        chosen = torch.randperm(len(dataset), generator=generator)[:limit]
         dataset = Subset(dataset, chosen.sort().values.tolist())
     return DataLoader(dataset, batch_size=size, collate_fn=loader.collate_fn)
 
@@ -65,12 +74,21 @@ def _told(model: nn.Module, batch: Any) -> Likelihood | None:
         return None
     if labels.ndim == 2 and (getattr(config, "is_encoder_decoder", False) or name.endswith(_SIDE_BY_SIDE)):
         return tokens(shift=False)
-    if labels.ndim == 2 and (name.endswith(_CAUSAL) or name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()):
+    if labels.ndim == 2 and is_causal(model):
         return tokens(shift=True)
     single = getattr(config, "problem_type", None) in (None, "single_label_classification")
     if labels.ndim == 1 and name.endswith(_CLASSES) and getattr(config, "num_labels", 1) > 1 and single:
         return categorical
     return None
+
+
+def is_causal(model: nn.Module) -> bool:
+    """Whether it is a language model that says what comes next, by its class."""
+    base = _adapted(model)
+    name = type(base).__name__
+    if getattr(getattr(base, "config", None), "is_encoder_decoder", False):
+        return False
+    return name.endswith(_CAUSAL) or name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
 
 
 def known_likelihood(model: nn.Module, batch: Any) -> Likelihood:

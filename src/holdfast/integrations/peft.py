@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
-from peft.tuners.lora import Embedding, Linear
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
 from ..devices import tensor_cores
+from ..elsewhere import run_at
 from ..errors import ArgumentError, InertError, MismatchError
-from ..params import all_parameters, matched, shapes, some
+from ..params import all_parameters, buffers, matched, shapes, some, told_apart, unwrapped
 from ..penalty import add_scaled_, require_something_held
 from ..posterior import Memory, Posterior, as_posterior
 from ..posterior.gaussian import difference
 from ..precision import Precision, Sum
 from ..precision.base import in_full_precision, inner
+from ..untouched import evaluating
+from .lora import Product, adapter_parameters, all_outputs, plain_layer, product_of, tuner_layers
 
 
 def weight_space(
@@ -30,24 +33,26 @@ def weight_space(
     The memory is made of the plain model, before it is adapted. It knows nothing of adapters: after
     `merge_and_unload()` it holds the merged model as it is, or the next adapter, whose Δ then starts at what the last
     one changed. Parameters that train as they are (`modules_to_save`) have Δ = θ − μ. The adapters that count are the
-    active ones, or those named by `adapter`; one of them trains.
+    active ones, or those named by `adapter`: Δ = W − μ + Σ sᵢ·BᵢAᵢ, held by each of them that trains.
 
         model = peft.get_peft_model(model, peft.LoraConfig(...))
         term = holdfast.integrations.peft.weight_space(model, memory)
         with holdfast.hold(optimizer, model, term, num_data=len(dataset)):
             train(model, optimizer, loader)
 
+    With a `budget`, what is spent is told of W + s·BA, and the finish takes B back toward zero: to W, and no farther.
     A forecast is of the weights as they are stored: `model.merge_adapter()` first, `unmerge_adapter()` after it.
     """
     posterior = as_posterior(memory)
     require_something_held(posterior)
     names = None if adapter is None else (adapter,) if isinstance(adapter, str) else tuple(adapter)
-    known = {name: None for layer in _tuner_layers(model) for name in getattr(layer, "scaling", ())}
+    known = {name: None for layer in tuner_layers(model) for name in getattr(layer, "scaling", ())}
     unknown = [name for name in names or () if name not in known]
     if unknown or names == ():
         raise ArgumentError(f"the model has no LoRA adapter {some(unknown)}: it has {some(known)}.")
     devices = {parameter.device for parameter in model.parameters()}
-    term = WeightSpace(posterior.to(devices.pop()) if len(devices) == 1 else posterior, names)
+    there = posterior.to(devices.pop()) if len(devices) == 1 else posterior
+    term = WeightSpace(there, names, replace(memory, posterior=there) if isinstance(memory, Memory) else None)
     term.held(model)
     return term
 
@@ -61,7 +66,7 @@ def require_unmerged(model: nn.Module, memory: Posterior | Memory | None = None)
     ours = [name for name in mean if any(part.startswith("lora_") for part in name.split("."))]
     present = all_parameters(model)
     gone = [name for name in ours if name not in present]
-    merged = any(layer.merged for layer in _tuner_layers(model))
+    merged = any(layer.merged for layer in tuner_layers(model))
     if gone or (merged and (ours or memory is None)):
         cure = "call model.unmerge_adapter(), or " if merged and not gone else ""
         raise MismatchError(
@@ -69,29 +74,6 @@ def require_unmerged(model: nn.Module, memory: Posterior | Memory | None = None)
             f"{f' ({some(gone)})' if gone else ''}; {cure}make the memory in weight space, of the model before it is "
             "adapted (holdfast.integrations.peft.weight_space)."
         )
-
-
-@dataclass(frozen=True)
-class _Product:
-    """s·BA, which an adapter adds to a weight; s·(BA)ᵀ where the weight has its inputs first."""
-
-    outputs: nn.Parameter  # B: (outputs, rank)
-    inputs: nn.Parameter  # A: (rank, inputs)
-    scaling: float
-    turned: bool
-
-    def add_to_(self, delta: Tensor) -> None:
-        b, a = self.outputs.to(delta), self.inputs.to(delta)
-        # In place, which autocast leaves alone, and without a BA of its own.
-        delta.addmm_(*((a.mT, b.mT) if self.turned else (b, a)), alpha=self.scaling)
-
-    def pulls(self, pull: Tensor, only: Collection[int]) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """dA = s·Bᵀ(ΛΔ) and dB = s·(ΛΔ)Aᵀ, of those in `only`."""
-        pull = pull.mT if self.turned else pull
-        if id(self.inputs) in only:
-            yield self.inputs, self.scaling * (self.outputs.to(pull).mT @ pull)
-        if id(self.outputs) in only:
-            yield self.outputs, self.scaling * (pull @ self.inputs.to(pull).mT)
 
 
 @dataclass(frozen=True)
@@ -104,6 +86,12 @@ class WeightSpace:
 
     posterior: Posterior
     adapters: tuple[str, ...] | None = None
+    beside: Memory | None = None  # what else was kept, such as probes: a budget is told by them
+
+    @property
+    def memory(self) -> Posterior | Memory:
+        """What it holds to, with all that was kept."""
+        return self.posterior if self.beside is None else self.beside
 
     @property
     def num_data(self) -> float:
@@ -129,9 +117,9 @@ class WeightSpace:
         if not self._blocks:
             return {}
         params, products = self._now(model)
-        names = {id(parameter): name for name, parameter in all_parameters(model).items()}
+        names = {id(parameter): name for name, parameter in told_apart(model).items()}
         if not products:
-            bases = [p for layer in _tuner_layers(model) for p in layer.get_base_layer().parameters()]
+            bases = [p for layer in tuner_layers(model) for p in layer.get_base_layer().parameters()]
             on = [names[id(parameter)] for parameter in bases if id(parameter) in names]
             raise InertError(
                 f"no adapted layer is in the memory, so no adapter would be held. The memory has {some(list(params))}; "
@@ -178,74 +166,68 @@ class WeightSpace:
             add_scaled_(targets, {name: gradient for name, (_, gradient) in grads.items()}, scale, only)
         return value
 
-    def _now(self, model: nn.Module) -> tuple[dict[str, nn.Parameter], dict[str, list[_Product]]]:
+    def way_back(self, model: nn.Module) -> dict[str, tuple[nn.Parameter, Tensor]]:
+        """What trains and where it goes back to: B to zero, which takes s·BA with it, others to the mean.
+
+        So W + s·BA goes back on a straight line to W, where this adapter began.
+        """
+        names = {id(parameter): name for name, parameter in told_apart(model).items()}
+        params = matched(model, shapes(self.posterior.mean), ties=self.posterior.ties)
+        found = {name: (p, self.posterior.mean[name]) for name, p in params.items() if p.requires_grad}
+        for b in all_outputs(model, self.adapters):
+            if b.requires_grad:
+                found[names[id(b)]] = (b, torch.zeros_like(b))
+        return found
+
+    def recalled(self, model: nn.Module, forward: Callable[[nn.Module, Any], Any]) -> Callable[[Any], Any]:
+        """The old function: the model at the mean, with adapters that add nothing. No second network."""
+        inner = unwrapped(model)
+        inside = {id(parameter) for parameter, _ in self.way_back(inner).values()}
+        factors = {id(p) for layer in tuner_layers(inner) for p in adapter_parameters(layer)}
+        beside = [n for n, p in told_apart(inner).items() if p.requires_grad and id(p) not in inside | factors]
+        if beside:
+            raise MismatchError(
+                f"{some(beside)} trains beside the adapters, and the memory does not have it: the old function cannot "
+                "be had from its mean. Freeze it, or make the memory of a model that has it."
+            )
+        params = matched(inner, shapes(self.posterior.mean), ties=self.posterior.ties)
+        own = {id(parameter): name for name, parameter in inner.named_parameters()}
+        values = {own[id(p)]: self.posterior.mean[name].to(p) for name, p in params.items()}
+        values |= {own[id(b)]: torch.zeros_like(b) for b in all_outputs(inner, self.adapters)}
+        kept = {} if self.beside is None else self.beside.buffers
+        then = {id(buffer): kept[name].to(buffer) for name, buffer in buffers(inner).items() if name in kept}
+        values |= {name: then[id(buffer)] for name, buffer in inner.named_buffers() if id(buffer) in then}
+
+        def old(inputs: Any) -> Any:
+            with torch.no_grad(), evaluating(inner):
+                return run_at(inner, {}, lambda run: forward(run, inputs), values)
+
+        return old
+
+    def _now(self, model: nn.Module) -> tuple[dict[str, nn.Parameter], dict[str, list[Product]]]:
         """The parameters that Λ covers, and what adapters add to each."""
         found = matched(model, shapes(self.posterior.mean), ties=self.posterior.ties)
         params = {name: parameter for name, parameter in found.items() if name in self._names}
         names = {id(parameter): name for name, parameter in params.items()}
         modules = list(model.modules())
         owners = Counter(id(parameter) for module in modules for parameter in module._parameters.values())
-        products: dict[str, list[_Product]] = {}
+        products: dict[str, list[Product]] = {}
         for layer in (module for module in modules if isinstance(module, BaseTunerLayer)):
             inside = [names[id(p)] for p in layer.get_base_layer().parameters() if id(p) in names]
             if not inside:
                 continue
-            plain = _plain(layer, inside[0], owners)
+            plain = plain_layer(layer, inside[0], owners)
             weight = names.get(id(plain.get_base_layer().weight))
             for adapter in self.adapters or plain.active_adapters:
                 if weight is not None and adapter in plain.scaling:
-                    products.setdefault(weight, []).append(_product(plain, adapter, weight))
+                    products.setdefault(weight, []).append(product_of(plain, adapter, weight))
         return params, products
 
     def _delta(
-        self, block: Precision, params: Mapping[str, nn.Parameter], products: Mapping[str, list[_Product]]
+        self, block: Precision, params: Mapping[str, nn.Parameter], products: Mapping[str, list[Product]]
     ) -> dict[str, Tensor]:
         delta = {name: difference(params[name], self.posterior.mean[name]) for name in block.shapes}
         for name, each in delta.items():
             for product in products.get(name, ()):
                 product.add_to_(each)
         return delta
-
-
-def _tuner_layers(model: nn.Module) -> Iterator[BaseTunerLayer]:
-    return (module for module in model.modules() if isinstance(module, BaseTunerLayer))
-
-
-def _product(layer: Linear | Embedding, adapter: str, name: str) -> _Product:
-    variant = layer.lora_variant.get(adapter)
-    if variant is not None or layer.use_dora.get(adapter) or layer.lora_bias.get(adapter):
-        what = "lora_bias" if layer.lora_bias.get(adapter) else type(variant).__name__ if variant else "DoRA"
-        raise ArgumentError(
-            f"adapter `{adapter}` of `{name}` has {what}, which changes more than s·BA. Use plain LoRA (without "
-            "use_dora, lora_bias or another variant), or a memory of the adapters themselves."
-        )
-    if isinstance(layer, Embedding):  # (tokens, features): its inputs first
-        b, a, turned = layer.lora_embedding_B[adapter], layer.lora_embedding_A[adapter], True
-    else:
-        b, a, turned = layer.lora_B[adapter].weight, layer.lora_A[adapter].weight, layer.fan_in_fan_out
-    return _Product(b, a, float(layer.scaling[adapter]), turned)
-
-
-def _plain(layer: BaseTunerLayer, name: str, owners: Mapping[int, int]) -> Linear | Embedding:
-    """The layer, if the weights that act in it are W + s·BA; raises, and says why, if not."""
-    if not isinstance(layer, (Linear, Embedding)) or type(layer) not in (Linear, Embedding):
-        raise ArgumentError(
-            f"`{name}` is adapted by {type(layer).__module__}.{type(layer).__name__}, and s·BA is known for LoRA on "
-            "linear layers and embeddings alone. Leave it out of target_modules, or make a memory of the adapters."
-        )
-    if layer.merged:
-        raise ArgumentError(
-            f"the adapter of `{name}` is merged into it, and no step on the adapter would change the model. Call "
-            "model.unmerge_adapter(); or merge_and_unload(), and hold the merged model to the memory itself."
-        )
-    if layer.disable_adapters:
-        raise ArgumentError(f"the adapter of `{name}` is disabled. Call model.enable_adapter_layers() first.")
-    weight = layer.get_base_layer().weight
-    if type(weight.data) is not Tensor:
-        raise ArgumentError(f"`{name}` is a {type(weight.data).__name__}: sharded or quantized bases are not held.")
-    if owners[id(weight)] > 1:
-        raise ArgumentError(
-            f"`{name}` is tied, and an adapter changes one of its uses alone: it has no one value any more. Leave it "
-            "out of target_modules, or untie it before the memory is made."
-        )
-    return layer

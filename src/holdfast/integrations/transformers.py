@@ -5,28 +5,35 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from accelerate.state import AcceleratorState  # type: ignore[import-untyped]
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import CallbackHandler
 
 from ..curvature import kronecker_fisher
 from ..errors import ArgumentError, HoldfastWarning, MismatchError
-from ..forecast import forecast
+from ..forecast import forecast, kept_answers
 from ..hold import Handle, hold
 from ..likelihood import Likelihood
 from ..params import unwrapped
 from ..penalty import Term
 from ..posterior import Memory, Posterior, as_posterior, consolidate, prior
 from ..precision import Precision
+from ..probes import Probes
 from .collated import count, examples, in_order, known_likelihood, logits
+from .replicas import agreed, same_
+from .stand_ins import stand_ins
 
 if TYPE_CHECKING:
     from transformers import Trainer
 
 _RECORD = "holdfast"  # under this name in a checkpoint's trainer_state.json
+_FILE = "holdfast.pt"  # in a checkpoint's folder: tensors that terms go on with
 
 
 class HoldCallback(TrainerCallback):
@@ -42,7 +49,7 @@ class HoldCallback(TrainerCallback):
     The numbers of `Handle.metrics` stand in the trainer's log, once a step, and at evaluations and at the end the
     `forecast`. A budget is finished before the last checkpoint; of weights that `load_best_model_at_end` puts back it
     is finished again, in the model and not on disk. A run is resumed with the memory it began with, and then goes on
-    to the bit (with `every` above 1, from a multiple of it; terms that draw begin anew).
+    to the bit; what terms need for that is in a file of its own in the checkpoint, holdfast.pt.
     """
 
     def __init__(
@@ -54,7 +61,7 @@ class HoldCallback(TrainerCallback):
         terms: Sequence[Posterior | Memory | Term] = (),
         every: int = 1,
         rotate: bool = False,
-        proximal: bool = False,
+        proximal: bool | None = None,
         freeze_statistics: bool | None = None,
         budget: float | None = None,
         forward: Callable[[nn.Module, Any], Any] | None = None,
@@ -87,23 +94,30 @@ class HoldCallback(TrainerCallback):
         self._ended = state.global_step >= state.max_steps
         before = _records(state).get(_RECORD)
         if before is not None:
-            self._resume(before)
+            self._resume({**before, **_tensors(before, sys._getframe(1))})
         self._training = True
         self._note(state)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if self._training and self.handle is not None and self._budget is not None and _replicated():
+            self.handle.strength = agreed(self.handle.strength, args.device)
         if state.global_step >= state.max_steps or control.should_training_stop:
-            self._finish()
+            self._finish(kwargs["model"])
         self._note(state)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._saved = state.global_step
+        folder = Path(str(args.output_dir)) / f"checkpoint-{state.global_step}"
+        if self._training and self.handle is not None and args.should_save and not args.save_only_model:
+            terms = self.handle.state_dict().get("terms")
+            if terms and folder.is_dir():
+                torch.save({"terms": terms}, folder / _FILE)
 
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl:
         # Where an evaluation or another callback stopped the training, its last checkpoint may be written already.
-        if control.should_training_stop and self._finish() and self._saved == state.global_step:
+        if control.should_training_stop and self._finish(kwargs["model"]) and self._saved == state.global_step:
             control.should_save = True
         return control
 
@@ -131,16 +145,23 @@ class HoldCallback(TrainerCallback):
         self._training = False
         if self._ended and not self.handle.steps:
             return self.handle.detach()  # nothing was left to train, and nothing to hold
-        if self._budget is not None and args.load_best_model_at_end and self.handle.steps:
-            self.handle.finish()  # the best weights are others than those that were finished
+        best = args.load_best_model_at_end  # other weights than those that were finished
+        if self._budget is not None and self.handle.steps and (best or self.handle.spent is None):
+            self._bring_inside(kwargs["model"])
         self.handle.remove()
 
-    def _finish(self) -> bool:
+    def _finish(self, model: nn.Module) -> bool:
         """Bring the model inside its budget, if there is one and it is not there yet."""
         if not self._training or self.handle is None or self._budget is None or self.handle.spent is not None:
             return False
-        self.handle.finish()
+        self._bring_inside(model)
         return True
+
+    def _bring_inside(self, model: nn.Module) -> None:
+        if self.handle is not None:
+            self.handle.finish()
+            if _replicated():
+                same_(model)
 
     def _resume(self, before: Mapping[str, Any]) -> None:
         """Go on where a checkpoint was written; a strength that follows no budget is the one given now."""
@@ -161,7 +182,9 @@ class HoldCallback(TrainerCallback):
         Not as an ExportableState: a callback made anew from a file would be without its memory.
         """
         if self._training and self.handle is not None:
-            _records(state)[_RECORD] = self.handle.state_dict()
+            found = self.handle.state_dict()
+            beside = {"file": _FILE} if found.pop("terms", None) else {}
+            _records(state)[_RECORD] = {**found, **beside}
 
     def _step_forward(self, handler: Any) -> None:
         """To the front of the trainer's callbacks: TensorBoard's and others stand before those that a user gives, and
@@ -171,9 +194,31 @@ class HoldCallback(TrainerCallback):
             handler.callbacks.insert(0, self)
 
 
+def _replicated() -> bool:
+    """Whether the model is one of several replicas (DistributedDataParallel), and no part of a sharded one."""
+    return str(AcceleratorState().distributed_type.name).startswith("MULTI_")
+
+
 def _records(state: TrainerState) -> dict[str, Any]:
     """What a checkpoint keeps of callbacks, by name."""
     return cast("dict[str, Any]", state.stateful_callbacks)
+
+
+def _tensors(record: Mapping[str, Any], frame: FrameType | None) -> dict[str, Any]:
+    """What lies beside a record of the checkpoint that is resumed from; the trainer that called knows which it is."""
+    if "file" not in record:
+        return {}
+    while frame is not None and not isinstance(frame.f_locals.get("resume_from_checkpoint"), str):
+        frame = frame.f_back
+    path = None if frame is None else Path(frame.f_locals["resume_from_checkpoint"]) / str(record["file"])
+    if path is None or not path.is_file():
+        warnings.warn(
+            f"the checkpoint has lost its {record['file']}, with the pulls that were in use and the draws that came "
+            "next: training goes on with others, and not to the bit.", HoldfastWarning, stacklevel=3,
+        )  # fmt: skip
+        return {}
+    found: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    return found
 
 
 def _identities(held: Sequence[Posterior | Memory | Term]) -> list[str]:
@@ -189,13 +234,19 @@ def memory_from(
     likelihood: Likelihood | None = None,
     fisher: Callable[..., Precision] = kronecker_fisher,
     limit: int | None = None,
+    probes: bool | Probes = False,
 ) -> Memory:
     """A memory of what a Trainer's model knows of its training set, added to `posterior` if there was one before.
 
     One pass in the set's own order, by the trainer's collator, without the columns that the model does not take. The
     `likelihood` is told from the model: `tokens` for language models (their ignored labels do not count),
     `categorical` for classifiers. `fisher` is `kronecker_fisher`, `diagonal_fisher` or the like, with more arguments
-    by functools.partial. With `limit`, so many examples drawn at random stand for all of them.
+    by functools.partial. With `limit`, so many examples drawn at random stand for all of them. On several processes
+    each goes through all of the set, and has the same memory.
+
+    With `probes`, the memory has what a budget and a forecast are told by: a sample of the model's answers, and what
+    stands for the inputs: two moments of numbers such as pixels, text that a causal language model writes itself. For
+    other models give some of the inputs themselves in True's place, `holdfast.kept_inputs(...)`.
 
         trainer.train()
         memory = memory_from(trainer)
@@ -203,6 +254,8 @@ def memory_from(
     """
     if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool) or limit < 1):
         raise ArgumentError(f"limit is how many examples to go through, 1 or more, got {limit!r}.")
+    if not isinstance(probes, (bool, Probes)):
+        raise ArgumentError(f"probes is True, or probes such as kept_inputs(...) gives, got {type(probes).__name__}.")
     _warn_of_what_was_held(trainer, posterior)
     model = unwrapped(cast("nn.Module", trainer.model))
     with torch.random.fork_rng(devices=[]):
@@ -212,10 +265,19 @@ def memory_from(
         batches = in_order(loader, trainer.args.train_batch_size, None if part == size else part)
         if likelihood is None:
             likelihood = known_likelihood(model, next(iter(batches)))
+        before = posterior if isinstance(posterior, Memory) else None
+        kept: Probes | None = probes if isinstance(probes, Probes) else None
+        answers = None
+        if probes is True or kept is not None:  # first: what cannot be kept is said before the longer pass
+            answers = kept_answers(model, batches, likelihood, forward=logits).thinned(size / part)
+            known = None if before is None else before.probes
+            kept = kept or stand_ins(model, batches, likelihood, answers.num_data, known)
         found = (size / part) * fisher(model, batches, likelihood, forward=logits)
-    if isinstance(posterior, Memory):
-        return consolidate(posterior, model, found)
-    return Memory.of(consolidate(prior(model) if posterior is None else posterior, model, found), model)
+    memory = before or Memory(prior(model) if posterior is None else as_posterior(posterior))
+    memory = consolidate(memory, model, found)
+    if kept is None or answers is None:
+        return memory
+    return memory.with_probes(kept).with_answers(answers)
 
 
 def _warn_of_what_was_held(trainer: Trainer, posterior: Posterior | Memory | None) -> None:
