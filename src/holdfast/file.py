@@ -8,7 +8,7 @@ import hashlib
 import json
 import os
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -34,7 +34,7 @@ def write(
     path: str | os.PathLike[str], facts: Facts, tensors: Tensors, rebuilt: Callable[[Facts, Tensors], object]
 ) -> None:
     """Write a description and its tensors: to a temporary file beside `path` first, which then takes its name."""
-    alone = _apart(tensors)
+    alone = apart(tensors)
     rebuilt(facts, alone)  # what could not be read again is not written
     description = canonical({**facts, "sha256": _checksum(facts, alone)})
     target = Path(path)
@@ -42,12 +42,7 @@ def write(
         raise MemoryFileError(f"{str(path)!r} is not a file to write to. Give a name such as memory.safetensors.")
     temporary = target.with_name(f".{secrets.token_hex(8)}.tmp")
     try:
-        # Created here, so that the umask decides who may read it.
-        os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
-        mode = temporary.stat().st_mode
-        save_file(alone, temporary, {_KEY: description})  # which may put a file of its own there
-        temporary.chmod(mode)
-        _sync(temporary)
+        put(temporary, alone, {_KEY: description})
         os.replace(temporary, target)
     except (OSError, SafetensorError) as error:
         raise MemoryFileError(f"{target} could not be written: {error}.") from error
@@ -55,21 +50,38 @@ def write(
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
     with contextlib.suppress(OSError):  # some file systems cannot; the file is in place all the same
-        _sync(target.parent)
+        synced(target.parent)
+
+
+def put(path: Path, tensors: Tensors, metadata: Mapping[str, str]) -> None:
+    """Write tensors to a new file, down to the disk."""
+    # Created here, so that the umask decides who may read it.
+    os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
+    mode = path.stat().st_mode
+    save_file(dict(tensors), path, dict(metadata))  # which may put a file of its own there
+    path.chmod(mode)
+    synced(path)
 
 
 def read(path: str | os.PathLike[str], kind: str, keys: Keys, rebuilt: Callable[[Facts, Tensors], Value]) -> Value:
     """What a file of this kind holds, its form, its checksum and its values checked; nothing in it is executed."""
     # Copied: a mapping would change with the file, after it was checked.
     facts, tensors = _opened(path, {kind: keys}, lambda file, name: file.get_tensor(name).clone())
-    try:
+    with believed(path, kind):
         signed = _checksum(facts, tensors) == facts["sha256"]
         value = rebuilt(facts, tensors) if signed else None
-    except (HoldfastError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-        raise MemoryFileError(f"{path} is not a valid {kind}: {type(error).__name__}: {error}") from error
     if value is None:
         raise MemoryFileError(f"{path} is damaged: its contents do not match their checksum. Use another copy.")
     return value
+
+
+@contextlib.contextmanager
+def believed(path: str | os.PathLike[str], kind: str) -> Iterator[None]:
+    """Where values are made of what a file says: whatever goes wrong there, the file is not what it should be."""
+    try:
+        yield
+    except (HoldfastError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        raise MemoryFileError(f"{path} is not a valid {kind}: {type(error).__name__}: {error}") from error
 
 
 def described(path: str | os.PathLike[str], kinds: Mapping[str, Keys]) -> dict[str, Any]:
@@ -115,8 +127,15 @@ def _opened(
 def _read_facts(path: str | os.PathLike[str], kinds: Mapping[str, Keys], metadata: Mapping[str, str]) -> dict[str, Any]:
     if _KEY not in metadata:
         raise MemoryFileError(f"{path} is a safetensors file, but not a holdfast memory: it has no '{_KEY}' entry.")
+    return checked(path, kinds, lambda: dict(json.loads(metadata[_KEY])))
+
+
+def checked(
+    path: str | os.PathLike[str], kinds: Mapping[str, Keys], said: Callable[[], dict[str, Any]]
+) -> dict[str, Any]:
+    """What `said` gives, if it is the description of one of these kinds."""
     try:
-        facts = dict(json.loads(metadata[_KEY]))
+        facts = said()
         version = int(facts["format"])
     except (ArithmeticError, LookupError, TypeError, ValueError, RecursionError) as error:
         raise MemoryFileError(f"{path}: its description is not valid ({type(error).__name__}: {error}).") from error
@@ -145,7 +164,7 @@ def _checksum(facts: Facts, tensors: Tensors) -> str:
     return total.hexdigest()
 
 
-def _apart(tensors: Tensors) -> dict[str, Tensor]:
+def apart(tensors: Tensors) -> dict[str, Tensor]:
     """On the CPU, each in memory that is its alone."""
     found: dict[str, Tensor] = {}
     taken: set[int] = set()
@@ -163,7 +182,8 @@ def _memory(tensor: Tensor) -> ctypes.Array[ctypes.c_char]:
     return (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()) if tensor.nbytes else (ctypes.c_char * 0)()
 
 
-def _sync(path: Path) -> None:
+def synced(path: Path) -> None:
+    """Have what was written reach the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -25,12 +25,13 @@ from .console import app, console, or_exit
 
 
 @app.command()
-def inspect(file: Annotated[Path, typer.Argument(help="A memory file, or a linear head's.")]) -> None:
+def inspect(file: Annotated[Path, typer.Argument(help="A memory's file or folder, or a linear head's file.")]) -> None:
     """Say what a file holds, without loading its tensors."""
     facts = or_exit(lambda: inspected(file))
     rows = _of_head(facts) if facts.get("kind") == HEAD else _of_memory(facts)
     table = Table(show_header=False, box=None)
-    for name, value in [*rows, ("bytes", f"{file.stat().st_size:,}")]:
+    files = [each for each in file.rglob("*") if each.is_file()] if file.is_dir() else [file]
+    for name, value in [*rows, ("bytes", f"{sum(each.stat().st_size for each in files):,}")]:
         table.add_row(f"[dim]{name}[/dim]", escape(str(value)))
     console.print(table)
 

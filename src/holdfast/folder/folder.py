@@ -1,0 +1,154 @@
+"""Writing and reading a folder, on all processes of a memory in pieces or in one alone."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from ..errors import HoldfastError, MemoryFileError, MismatchError
+from ..file import Facts, Keys, Tensors, believed
+from ..identity import digest, fingerprints
+from ..params import some
+from ..pieces import in_pieces
+from ..ranks import Ranks, everyone
+from . import disk
+from .manifest import Manifest
+
+Value = TypeVar("Value")
+Shapes = Mapping[str, torch.Size]
+
+
+def write(
+    path: str | os.PathLike[str],
+    said: str,
+    facts: Callable[[], Facts],
+    tensors: Tensors,
+    rebuilt: Callable[[Facts, Tensors], object],
+) -> None:
+    """Write a description and its tensors, on all processes at once: the folder is this memory when all are done.
+
+    `said` is as much of the description as a process can tell by itself, and `facts` gives the whole of it.
+    """
+    from .checkpoint import save
+
+    try:
+        _require_one(said, tensors)
+        known = facts()
+        settled = {name: _settled(tensor.detach()) for name, tensor in tensors.items()}
+        rebuilt(known, settled)  # what could not be read again is not written
+        save(Path(path), known, settled)
+    except HoldfastError:
+        raise
+    except RuntimeError as error:
+        reason = (str(error).strip().splitlines() or ["no reason given"])[0]
+        raise MemoryFileError(
+            f"{path} was not written: a process stopped on the way, or cannot be reached ({reason}). A memory that was "
+            "there before loads as before. Start all processes again, and save."
+        ) from error
+
+
+def _require_one(said: str, tensors: Tensors) -> None:
+    """Raise unless all processes have one memory: what it says, the tensors that each has whole, how others are cut."""
+    whole = {name: tensor for name, tensor in tensors.items() if not in_pieces(tensor)}
+    cuts: dict[str, Any] = {name: tensor for name, tensor in tensors.items() if in_pieces(tensor)}
+    marks = fingerprints(whole)
+    marks |= {name: f"{tuple(each.shape)} {each.dtype} {each.placements}" for name, each in cuts.items()}
+    every = everyone().gathered({**marks, "what it says of itself": said})
+    for rank, other in enumerate(every):
+        differ = sorted(name for name in {**every[0], **other} if every[0].get(name) != other.get(name))
+        if differ:
+            raise MismatchError(
+                f"the processes have different memories: rank {rank} differs from rank 0 in {some(differ)}. Load one "
+                "memory on all of them, or learn it on all of them from the same numbers."
+            )
+
+
+def read(
+    path: str | os.PathLike[str],
+    kind: str,
+    keys: Keys,
+    rebuilt: Callable[[Facts, Tensors], Value],
+    like: Callable[[Facts, Shapes], Mapping[str, Tensor]] = lambda facts, shapes: {},
+    *,
+    device: torch.device | str = "cpu",
+    ranks: Ranks | None = None,
+) -> Value:
+    """What a folder holds, its form, its checksums and its values checked; nothing in it is executed.
+
+    `like` has tensors to cut others as, by name. With `ranks`, all of them read: each checks a part of the files, and
+    reads the pieces it has.
+    """
+    ranks = ranks or Ranks()
+
+    def found() -> tuple[Manifest, Mapping[str, Tensor]]:
+        said = disk.opened(path, {kind: keys})
+        return said, like(said.facts, {name: torch.Size(each.shape) for name, each in said.tensors.items()})
+
+    said, models = everywhere(ranks, found, lambda found: digest(found[0].text), f"{path} is not the same folder")
+    files = sorted(said.files)[ranks.place :: ranks.count]
+    everywhere(ranks, lambda: disk.require_data(path, said, files))
+
+    def filled() -> dict[str, Tensor]:
+        from .checkpoint import fill_
+
+        tensors: dict[str, Tensor] = {}
+        try:
+            for name, each in said.tensors.items():
+                model = models.get(name)
+                if model is None:
+                    tensors[name] = torch.empty(each.shape, dtype=each.dtype, device=device)
+                else:
+                    tensors[name] = torch.empty_like(model.detach(), dtype=each.dtype)
+            fill_(tensors, path, said)
+        except (OSError, RuntimeError, ValueError) as error:
+            raise MemoryFileError(f"{path} cannot be read: {error}. Is it being written? Load it again.") from error
+        return tensors
+
+    tensors = everywhere(ranks, filled)
+    with believed(path, kind):
+        return rebuilt(said.facts, tensors)
+
+
+def described(path: str | os.PathLike[str], kinds: Mapping[str, Keys]) -> dict[str, Any]:
+    """What a folder says of itself, and the shapes of its tensors, without loading them."""
+    said = disk.opened(path, kinds)
+    return {**said.facts, "shapes": {name: list(each.shape) for name, each in said.tensors.items()}}
+
+
+def everywhere(
+    ranks: Ranks, work: Callable[[], Value], mark: Callable[[Value], object] = lambda _: None, differ: str = ""
+) -> Value:
+    """What `work` gives, once it is done on all ranks, with the same `mark`; where it fails on one, all raise."""
+    value: Value | None = None
+    failed: Exception | None = None
+    try:
+        value = work()
+    except Exception as error:
+        failed = error
+    try:
+        every = ranks.gathered((str(failed) if failed else "", None if failed else mark(cast(Value, value))))
+    except RuntimeError as error:
+        raise MemoryFileError("a process stopped while the memory was read, or cannot be reached.") from error
+    if failed is not None:
+        raise failed
+    for rank, (message, _) in enumerate(every):
+        if message:
+            raise MemoryFileError(f"rank {rank} of {len(every)}: {message}")
+    if any(each != every[0][1] for _, each in every):
+        raise MemoryFileError(f"{differ} on all processes. Let them all read one, from a file system that they share.")
+    return cast(Value, value)
+
+
+def _settled(tensor: Any) -> Tensor:
+    """A tensor without sums that are yet to be made."""
+    if in_pieces(tensor) and any(placement.is_partial() for placement in tensor.placements):
+        from torch.distributed.tensor import Replicate
+
+        tensor = tensor.redistribute(placements=[Replicate() if p.is_partial() else p for p in tensor.placements])
+    settled: Tensor = tensor
+    return settled
