@@ -283,16 +283,31 @@ def variational() -> list[str]:
 
 
 def trainers() -> list[str]:
+    from hold import table as hold_table
     from proximal import table
 
-    found = json.loads((RESULTS / "proximal.json").read_text(encoding="utf-8"))
+    found, *costs = (
+        json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+        for name in ("proximal", "hold-cpu", "hold-h200")
+    )
     seeds = len({one["seed"] for one in found["runs"]})
     said = f"Percent right over all tasks by strength, {seeds} seeds, {found['device']}, {found['date']}:"
-    return [said, "", table(found["runs"])]
+    lines = [said, "", table(found["runs"]), "", "What a hold costs, medians and quartiles:"]
+    for cost in costs:
+        lines += ["", hold_table(cost["runs"], f"{cost['device']}, torch {cost['torch']}, {cost['date']}")]
+    return lines
+
+
+def distributed() -> list[str]:
+    from storage import plan, table
+
+    found = json.loads((RESULTS / "storage-cpu.json").read_text(encoding="utf-8"))
+    said = f"{found['device']}, torch {found['torch']}, {found['date']}; a step as a ratio to the plain one:"
+    return [said, "", table(found), "", "On paper:", "", plan()]
 
 
 def diagonals(protocols: tuple[str, ...]) -> list[str]:
-    """The bench's runs at strength 1 of everything that keeps a number for each weight, whatever machine made them."""
+    """The bench's runs at strength 1 of everything that keeps a number for each weight: those of the GPU, if any."""
     found = [one for bundle in sorted((RESULTS / "bench").glob("*.jsonl")) for one in collected(bundle)]
     lines = [f"| | {' | '.join(protocols)} | `vcl`: learning, s |", "|---|" + "---|" * (len(protocols) + 1)]
     for method in DIAGONALS:
@@ -302,7 +317,7 @@ def diagonals(protocols: tuple[str, ...]) -> list[str]:
         for protocol in protocols:
             mine = [one for one in found if (one.protocol, one.run.method) == (protocol, method)]
             mine = [one for one in mine if one.strength in (None, 1)]
-            here = [one for one in mine if one.made["device"].startswith("CPU")] or mine
+            here = [one for one in mine if not one.made["device"].startswith("CPU")] or mine
             cells.append(_two([one.run.average for one in here]) if here else "–")
             if protocol == "vcl" and here:
                 where = "CPU" if here[0].made["device"].startswith("CPU") else "H200"
@@ -333,6 +348,7 @@ PAGES = {
     "strength": strength,
     "variational": variational,
     "trainers": trainers,
+    "distributed": distributed,
 }
 
 if __name__ == "__main__":

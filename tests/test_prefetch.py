@@ -1,5 +1,6 @@
 """A memory that stays on the CPU, brought to the model piece by piece: the same steps, whatever it is kept in."""
 
+import contextlib
 import copy
 import itertools
 
@@ -103,6 +104,47 @@ def test_it_comes_in_two_buffers_a_piece_at_a_time(monkeypatch):
         assert sizes == [512, 488, 512, 288]
     assert len(set(places)) == 2
     assert places[::2] == places[:1] * 2
+
+
+class Stream:
+    """What is asked of a GPU's stream, written down."""
+
+    def __init__(self, name: str, log: list):
+        self.name, self.log = name, log
+
+    def wait_stream(self, other):
+        self.log.append((self.name, "waits for all of", other.name))
+
+    def wait_event(self, event):
+        self.log.append((self.name, "waits for", event))
+
+    def record_event(self):
+        self.log.append((self.name, "has done", len(self.log)))
+        return self.log[-1]
+
+
+def test_no_buffer_is_read_before_it_is_filled_nor_filled_before_it_was_read(monkeypatch):
+    monkeypatch.setattr(prefetch, "SIZE", 256)
+    log = []
+    side, now = Stream("side", log), Stream("now", log)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: now)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext(log.append(("side", "copies"))))
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
+    bring = Prefetch(CPU)
+    bring._stream = side
+    for _ in bring([torch.zeros(1024)], means=[torch.zeros(1024)], entries=[torch.zeros(1024)]):
+        log.append(("now", "reads"))
+    copied = [index for index, each in enumerate(log) if each == ("side", "copies")]
+    read = [index for index, each in enumerate(log) if each == ("now", "reads")]
+    assert len(copied) == len(read) == 4
+    for turn, index in enumerate(read):  # the device waits until this piece is there, and the next is on its way
+        assert log[index - 1] == ("now", "waits for", log[copied[turn] + 1])
+        assert log[copied[turn] + 1][:2] == ("side", "has done")
+        assert turn == 3 or copied[turn + 1] < index
+    for turn in (2, 3):  # a copy waits until what was in its place has been read
+        assert log[copied[turn] - 1] == ("side", "waits for", log[read[turn - 2] + 1])
+        assert log[read[turn - 2] + 1][:2] == ("now", "has done")
+    assert log[0] == ("side", "waits for all of", "now")
 
 
 def test_the_memory_stays_where_it_is():

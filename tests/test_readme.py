@@ -74,6 +74,7 @@ def test_the_programs_of_the_curvature_page_run_and_print_what_it_says(capsys):
         "bench",
         "curvature",
         "diagnosis",
+        "distributed",
         "distillation",
         "forecast",
         "head",
