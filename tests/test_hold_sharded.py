@@ -7,11 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 from torch import distributed, nn
+from torch.distributed.fsdp import fully_shard
 
 import holdfast
 from holdfast.devices import full
+from holdfast.pieces import resharded
+from holdfast.posterior.placed import placed
 from processes import gathered, main
-from sharded_cases import OPTIMIZERS, examples, kept, kind_of, made, memory, trained, weights, wrapped
+from sharded_cases import FISHERS, OPTIMIZERS, examples, kept, kind_of, made, memory, trained, weights, wrapped
 
 # How the model is cut, the structure of the memory, the optimizer, options of the hold, parts of a batch.
 CUT = ("replicas", "shards", "tensor parallel")
@@ -155,7 +158,14 @@ def troubles(rank: int) -> dict:
         found[f"memories that differ, {how}"] = failing(
             holdfast.hold, OPTIMIZERS["sgd"](model.parameters()), model, other, num_data=40
         )
+    model, _ = wrapped("replicas", 2)
+    found["num_data that differs"] = failing(
+        holdfast.hold, OPTIMIZERS["sgd"](model.parameters()), model, memory(kind), num_data=40 * rank
+    )
     model, _ = wrapped("shards", 2)
+    found["mean field"] = failing(
+        holdfast.mean_field, model, holdfast.prior(model, 1.0, mean=0.0), holdfast.categorical, num_data=10
+    )
     entries = {name: torch.zeros_like(value) for name, value in memory(kind).mean.items()}
     entries["body.0.weight"][0] = 1.0  # the first rank's
     lopsided = holdfast.Posterior(memory(kind).mean, holdfast.Diagonal(entries))
@@ -167,7 +177,79 @@ def troubles(rank: int) -> dict:
     return found
 
 
-SCENARIOS = {2: [rows_of_two, terms, budgets, surface, troubles], 4: [rows_of_four]}
+def recursion(model: nn.Module, how: str, structure: str) -> dict:
+    """Memories and Fishers, whole and in pieces, in every mixture: consolidated, merged, restored, expanded."""
+    kind = kind_of(how)
+    resharded(model)
+    first, second = memory(kind, structure), memory(kind, structure)
+    x, y = examples(kind, 24, seed=5)
+    fisher = FISHERS[structure](made(kind), [(x, y)], holdfast.categorical)
+    moved = holdfast.Posterior({name: value + 0.1 for name, value in first.mean.items()}, fisher)
+    found = {}
+    for mine, theirs in itertools.product(("whole", "pieces"), repeat=2):
+        one = placed(first, model) if mine == "pieces" else first
+        other = placed(moved, model) if theirs == "pieces" else moved
+        after = holdfast.consolidate(one, model, other.precision)
+        product = holdfast.merge(one, other)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter += 1
+        x_new, _ = examples(kind, 16)
+        with torch.no_grad():
+            model(x_new)  # `fully_shard` leaves the root whole
+        holdfast.restore_(model, one)
+        back = weights(model)
+        larger = one.expanded(model)
+        found[f"{mine}, {theirs}"] = {
+            **{f"after {name}": full(value) for name, value in after.mean.items()},
+            **{f"stiff {name}": full(value) for name, value in after.precision.diagonal().items()},
+            **{f"product {name}": full(value) for name, value in product.mean.items()},
+            **{f"back {name}": value for name, value in back.items()},
+            **{f"larger {name}": full(value) for name, value in larger.mean.items()},
+        }
+    assert second.id == first.id
+    return found
+
+
+def recursions(rank: int) -> dict:
+    return {
+        (how, structure): recursion(wrapped(how, 2)[0], how, structure)
+        for how in ("shards", "tensor parallel")
+        for structure in ("diagonal", "kronecker", "low rank")
+    }
+
+
+def narrow() -> nn.Module:
+    torch.manual_seed(2)
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1)).double()
+
+
+def narrow_data(rank: int, ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    x, y = torch.randn(16, 5, generator=generator).double(), torch.randn(16, 1, generator=generator).double()
+    return x[rank * 16 // ranks : (rank + 1) * 16 // ranks], y[rank * 16 // ranks : (rank + 1) * 16 // ranks]
+
+
+def loss_of(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    start = narrow()
+    known = holdfast.Posterior(
+        {name: value.detach() + 0.3 for name, value in start.named_parameters()},
+        holdfast.Diagonal({name: torch.ones_like(value.detach()) for name, value in start.named_parameters()}),
+    )
+    penalty = holdfast.penalty(model, known)
+    return (model(x) - y).square().mean() + penalty / 10
+
+
+def in_the_loss(rank: int) -> dict:
+    model = narrow()
+    for layer in (model[0], model[2]):
+        fully_shard(layer)
+    fully_shard(model)
+    loss_of(model, *narrow_data(rank, 2)).backward()
+    return {name: full(parameter.grad) for name, parameter in model.named_parameters()}
+
+
+SCENARIOS = {2: [rows_of_two, terms, budgets, surface, troubles, recursions, in_the_loss], 4: [rows_of_four]}
 NAMES = [f"{scenario.__name__}" for each in SCENARIOS.values() for scenario in each]
 
 
@@ -248,6 +330,33 @@ def test_memories_that_differ_are_refused_on_every_rank(found, how):
         kind, said = rank[f"memories that differ, {how}"]
         assert kind == "MismatchError"
         assert "the same file on all of them" in said
+
+
+def test_numbers_that_differ_are_refused_on_every_rank(found):
+    for rank in found["troubles"]:
+        kind, said = rank["num_data that differs"]
+        assert kind == "MismatchError"
+        assert "num_data=0, number 1 with 40" in said
+        assert rank["mean field"][0] == "ArgumentError"
+        assert "by IVON" in rank["mean field"][1]
+
+
+@pytest.mark.parametrize("structure", ["diagonal", "kronecker", "low rank"])
+@pytest.mark.parametrize("how", ["shards", "tensor parallel"])
+def test_the_recursion_the_product_and_the_way_back_take_what_is_whole_and_what_is_in_pieces(found, how, structure):
+    kind = kind_of(how)
+    alone = recursion(made(kind), how, structure)
+    for rank in found["recursions"]:
+        for mixed, values in rank[how, structure].items():
+            torch.testing.assert_close(values, alone["whole, whole"], rtol=1e-7, atol=1e-9, msg=mixed)
+
+
+def test_the_penalty_in_the_loss_is_right_where_an_axis_has_one_entry(found):
+    model = narrow()
+    loss_of(model, *narrow_data(0, 1)).backward()
+    for rank in found["in_the_loss"]:
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(rank[name], parameter.grad, rtol=1e-9, atol=1e-12)
 
 
 def test_a_precision_that_is_zero_on_a_ranks_own_shard_holds(found):

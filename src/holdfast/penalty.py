@@ -15,7 +15,7 @@ from .errors import InertError
 from .kernels import add_pull_, half_squares, in_one_pass, in_runs, takes_pull
 from .kernels.pull import Entries, Tensors
 from .params import matched, shapes
-from .pieces import in_pieces
+from .pieces import in_pieces, laid_out
 from .posterior import Memory, Posterior, as_posterior
 from .posterior.gaussian import difference
 from .posterior.placed import placed
@@ -36,7 +36,7 @@ def penalty(model: nn.Module, posterior: Posterior | Memory) -> Tensor:
     params = matched(model, shapes(posterior.mean), ties=posterior.ties)
     if not posterior.precision.shapes:  # a flat prior: zero, with a graph, so that a loop need not ask
         return sum((full(0.0 * value.sum()) for value in posterior.delta(params).values()), start=torch.zeros(()))
-    delta = posterior.delta(params)
+    delta = posterior.delta({name: laid_out(parameter) for name, parameter in params.items()})
     return (0.5 * inner(delta, applied(posterior.precision, delta))).to(next(model.parameters()).device)
 
 

@@ -161,3 +161,22 @@ def gathered(value: Any, model: nn.Module) -> list[Any]:
         distributed.all_gather_object(parts, every, group=group)
         every = [item for part in parts for item in part]
     return every
+
+
+class _Laid(torch.autograd.Function):
+    """A parameter as it is, whose gradient comes back in pieces as it is itself."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Any) -> Any:
+        ctx.layout = parameter.device_mesh, parameter.placements
+        return parameter.view_as(parameter)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0].redistribute(*ctx.layout)
+
+
+def laid_out(parameter: Tensor) -> Tensor:
+    """A parameter to differentiate by: `fully_shard` adds gradients piece by piece, and must find them cut alike."""
+    found: Tensor = _Laid.apply(parameter) if in_pieces(parameter) else parameter  # type: ignore[no-untyped-call]
+    return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
 from typing import Any
 
@@ -79,9 +79,10 @@ def hold(
     if not isinstance(model, nn.Module):
         raise ArgumentError(f"hold takes the optimizer, then the model; got {type(model).__name__} as the model.")
     resharded(model)
-    count = require_number(num_data, "num_data, the number of new examples (len(loader.dataset)),", positive=True)
     given = posterior if isinstance(posterior, Sequence) else [posterior]
-    _require_one_memory(model, [as_posterior(each) for each in given if isinstance(each, (Posterior, Memory))])
+    known_ones = [as_posterior(each) for each in given if isinstance(each, (Posterior, Memory))]
+    _require_one_hold(model, known_ones, {"num_data": num_data, "strength": strength, "unit": unit, "budget": budget})
+    count = require_number(num_data, "num_data, the number of new examples (len(loader.dataset)),", positive=True)
     terms = [_as_term(each, model, offload) for each in given]
     _require_unit(terms, unit, count)
     posteriors = [term.posterior for term in terms if isinstance(term, Quadratic)]
@@ -121,17 +122,23 @@ def hold(
     return handle
 
 
-def _require_one_memory(model: nn.Module, posteriors: Sequence[Posterior]) -> None:
-    """Raise, on all of them, where the processes that train a model together hold it to different things."""
+def _require_one_hold(model: nn.Module, posteriors: Sequence[Posterior], said: Mapping[str, Any]) -> None:
+    """Raise, on all of them, where the processes that train a model together hold it to different things, or apart."""
     if not groups(model):
         return
-    every = gathered([each.id for each in posteriors], model)
-    other = [rank for rank, ids in enumerate(every) if ids != every[0]]
-    if other:
-        raise MismatchError(
-            f"the processes hold to different memories: the first to {', '.join(every[0]) or 'none'}, number "
-            f"{other[0]} to {', '.join(every[other[0]]) or 'none'}. Load the same file on all of them."
-        )
+    every = gathered(([each.id for each in posteriors], {name: str(value) for name, value in said.items()}), model)
+    (first, ours), *others = every
+    for number, (ids, theirs) in enumerate(others, 1):
+        if ids != first:
+            raise MismatchError(
+                f"the processes hold to different memories: the first to {', '.join(first) or 'none'}, number "
+                f"{number} to {', '.join(ids) or 'none'}. Load the same file on all of them."
+            )
+        for name in (name for name in ours if ours[name] != theirs[name]):
+            raise MismatchError(
+                f"the processes hold with different numbers: the first with {name}={ours[name]}, number {number} with "
+                f"{theirs[name]}. Say the same on all of them: num_data is that of all the new data, not of a share."
+            )
 
 
 def _require_unit(terms: Sequence[Term], unit: str, count: float) -> None:

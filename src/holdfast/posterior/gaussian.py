@@ -10,6 +10,7 @@ from numbers import Real
 import torch
 from torch import Tensor, nn
 
+from ..devices import full
 from ..errors import ArgumentError, MismatchError, require_number
 from ..identity import digest, fingerprint
 from ..params import aliases, matched, renaming, require_shapes, shapes, some, told_apart, trainable
@@ -17,6 +18,7 @@ from ..pieces import cut
 from ..precision import Diagonal, Precision, SignedDiagonal, Source, Sum
 from ..precision.applied import applied
 from ..precision.base import grown, inner, require_finite
+from ..precision.laid import laid
 from .compacted import compacted, halved
 from .covered import Covered, covered, misfits, with_precision
 from .growth import new_parameters, require_plain_growth
@@ -104,11 +106,12 @@ class Posterior:
         more = require_number(precision, "the precision of new entries")
         params = matched(model, shapes(self.mean), ties=self.ties, grown=True)
         require_plain_growth(model, params, self.mean)
-        added = {name: kept(parameter) for name, parameter in new_parameters(model, params, leave).items()}
-        mean = {name: grown(mean, params[name].shape, params[name].detach()) for name, mean in self.mean.items()}
-        known = self.precision.expanded(shapes(params))
+        added = {name: kept(full(parameter)) for name, parameter in new_parameters(model, params, leave).items()}
+        before = {name: full(value) for name, value in self.mean.items()}  # what grows, grows whole
+        mean = {name: grown(value, params[name].shape, full(params[name].detach())) for name, value in before.items()}
+        known = laid(self.precision, before).expanded(shapes(params))
         if more:
-            old = {name: value for name, value in self.mean.items() if value.shape != mean[name].shape}
+            old = {name: value for name, value in before.items() if value.shape != mean[name].shape}
             known = known + Diagonal({
                 name: grown(torch.zeros_like(value), mean[name].shape, torch.full_like(mean[name], more))
                 for name, value in old.items()

@@ -8,9 +8,11 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
+from ..devices import part
 from ..errors import ArgumentError
 from ..identity import fingerprints
 from ..params import all_parameters, buffers, matched, require_shapes, shapes
+from ..pieces import cut, resharded
 from ..precision import Precision
 from ..precision.base import require_finite
 from ..probes import Answers, Probes
@@ -133,12 +135,14 @@ def as_posterior(memory: Posterior | Memory) -> Posterior:
 def restore_(model: nn.Module, memory: Posterior | Memory) -> None:
     """Put the memory's mean, and its buffers if it has any, into the model."""
     posterior = as_posterior(memory)
+    resharded(model)
     params = matched(model, shapes(posterior.mean), ties=posterior.ties)
     kept_buffers = memory.buffers if isinstance(memory, Memory) else {}
     found = buffers(model)
     require_shapes(shapes(kept_buffers), shapes(found), what="the memory's buffers", than="the model")
     with torch.no_grad():
+        values = {name: cut(posterior.mean[name], parameter) for name, parameter in params.items()}
         for name, parameter in params.items():
-            parameter.copy_(posterior.mean[name])
+            part(parameter.data).copy_(part(values[name]))
         for name, value in kept_buffers.items():
             found[name].copy_(value)

@@ -15,6 +15,7 @@ from ..params import require_shapes, shapes, some
 from ..precision.base import added
 from .gaussian import Posterior
 from .memory import Memory, as_posterior
+from .placed import placed_as, whole
 
 
 def merge(*posteriors: Posterior | Memory, base: Posterior | Memory | None = None) -> Posterior:
@@ -39,6 +40,11 @@ def merge(*posteriors: Posterior | Memory, base: Posterior | Memory | None = Non
     device = next(iter(last.mean.values())).device
     parts = [as_posterior(posterior).to(device).named_as(last) for posterior in posteriors]
     shared = None if base is None else as_posterior(base).to(device).named_as(last)
+    layout = parts[-1].mean
+    # Entries add up where they are; what is more is multiplied whole, and cut again.
+    apart = any(part.precision.entrywise() is None for part in (*parts, *([] if shared is None else [shared])))
+    parts = [whole(part) if apart else placed_as(part, layout) for part in parts]
+    shared = shared if shared is None else whole(shared) if apart else placed_as(shared, layout)
     require_counted_once(parts, shared)
 
     # The last word on what is free; everything else is counted from here, so that it stays there exactly.
@@ -62,7 +68,7 @@ def merge(*posteriors: Posterior | Memory, base: Posterior | Memory | None = Non
     shift = precision.solve(added(*pulls, {name: torch.zeros_like(value) for name, value in mean.items()}))
     moved = {name: value + shift[name] if name in shift else value.clone() for name, value in mean.items()}
     ties = {name: more for part in parts for name, more in part.ties.items()}
-    return Posterior(moved, precision, ties, tuple(part.id for part in parts))
+    return placed_as(Posterior(moved, precision, ties, tuple(part.id for part in parts)), layout)
 
 
 def _pull(part: Posterior, center: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -10,12 +10,15 @@ from torch import nn
 from ..errors import ArgumentError, MismatchError, require_number
 from ..identity import fingerprints
 from ..params import aliases, all_parameters, matched, renaming, shapes
+from ..pieces import resharded
 from ..precision import Diagonal, Precision
 from ..precision.base import require_finite
+from ..precision.laid import laid
 from ..precision.source import joined, thinned
 from ..precision.sum import settled
 from .gaussian import Posterior, kept
 from .memory import Memory, as_posterior
+from .placed import placed_as
 
 Kept = TypeVar("Kept", Posterior, Memory)
 
@@ -90,7 +93,11 @@ def _aligned(posterior: Posterior, model: nn.Module, fisher: Precision) -> tuple
     if len(devices) == 1:
         posterior = posterior.to(devices.pop())
     names = renaming(fisher.shapes, posterior.mean, {**posterior.ties, **aliases(model)})
-    return posterior, fisher.renamed(names) if names else fisher
+    fisher = fisher.renamed(names) if names else fisher
+    resharded(model)
+    wanted = {**fisher.shapes, **shapes(posterior.mean)}
+    layout = {name: p for name, p in all_parameters(model).items() if p.shape == wanted.get(name)}
+    return placed_as(posterior, layout), laid(fisher, layout)
 
 
 def _checked(posterior: Posterior, model: nn.Module, fisher: Precision, decay: float) -> dict[str, nn.Parameter]:

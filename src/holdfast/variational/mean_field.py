@@ -12,6 +12,7 @@ from ..curvature.batches import Batch, read
 from ..errors import ArgumentError, DataError, InertError, MismatchError, require_number
 from ..likelihood import Likelihood
 from ..params import matched, shapes, some, trainable, unwrapped
+from ..pieces import in_pieces
 from ..posterior import Memory, Posterior, as_posterior
 from ..posterior.gaussian import difference, kept
 from .divergence import require_proper
@@ -43,6 +44,8 @@ class MeanField(nn.Module):
         forward: Forward | None,
     ) -> None:
         super().__init__()
+        if any(map(in_pieces, model.parameters())):
+            raise ArgumentError("mean_field draws whole weights, and this model is in pieces: train it by IVON.")
         self.model = model
         self._prior, self.likelihood, self.num_data = prior, likelihood, num_data
         self.samples, self.antithetic, self.tempering = samples, antithetic, tempering
