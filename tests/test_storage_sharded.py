@@ -313,6 +313,10 @@ def errors(rank: int) -> dict:
     found["a device too"] = fails(holdfast.load, good, model, device="cpu")
     found["no folder here"] = fails(holdfast.load, good if rank else FOLDER / "nowhere", model)
     found["no file here"] = fails(holdfast.load, FOLDER / ("whole.safetensors" if rank else "nowhere.pt"), model)
+    found["another model here"] = fails(
+        holdfast.load, FOLDER / "whole.safetensors", model if rank else sharded(kind=Normed)
+    )
+    found["a file here"] = fails(holdfast.load, good if rank else FOLDER / "whole.safetensors", model)
     found["two folders"] = fails(holdfast.load, FOLDER / ("sharded" if rank else "sum"), model)
     if rank == 0:
         shutil.copytree(good, FOLDER / "flipped")
@@ -320,6 +324,76 @@ def errors(rank: int) -> dict:
         flip(shard, shard.stat().st_size - 3)
     distributed.barrier()
     found["flipped"] = fails(holdfast.load, FOLDER / "flipped", model)
+    return found
+
+
+def replace_by(other: Path, path: Path) -> None:
+    """Have another job save to a folder: as one does that is quick, and was there for long."""
+    before = manifest_of(path)["data"]
+    data = manifest_of(other)["data"]
+    shutil.rmtree(path / data, ignore_errors=True)
+    shutil.copytree(other / data, path / data)
+    shutil.copy(other / NAME, path / "new")
+    os.replace(path / "new", path / NAME)
+    if data != before:
+        shutil.rmtree(path / before)
+
+
+def two_jobs(rank: int) -> dict:
+    """What another job does in the middle of a save, or of a load."""
+    from holdfast.folder import checkpoint, disk
+
+    model, other, path = sharded(), FOLDER / "sum", FOLDER / "shared"
+    found = {}
+    cleared, synced, require_data = disk.cleared, checkpoint.synced, disk.require_data
+    under_way, left = path / "data-0123456789abcdef", path / "data-fedcba9876543210"
+
+    def after_another(*args) -> None:
+        replace_by(other, path)
+        cleared(*args)
+
+    def beside_another(*args) -> None:
+        under_way.mkdir()
+        left.mkdir()
+        os.utime(left, (0, 0))
+        cleared(*args)
+
+    def removed(*args) -> None:
+        shutil.rmtree(path / manifest_of(path)["data"])
+
+    def too_early(folder: Path) -> None:
+        synced(folder)
+        shutil.rmtree(folder)
+
+    def after_a_save(*args) -> None:
+        if rank == 0 and manifest_of(path)["data"] != manifest_of(other)["data"]:
+            replace_by(other, path)
+        distributed.barrier()
+        require_data(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(disk, "cleared", after_another)
+        found["saved after"] = fails(holdfast.save, memory(model), path)
+    found["then it is"] = holdfast.load(path, model).posterior.id
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(disk, "cleared", beside_another)
+        found["saved beside"] = fails(holdfast.save, memory(model), path)
+    distributed.barrier()
+    found["left"] = (under_way.exists(), left.exists())
+    distributed.barrier()
+    holdfast.save(memory(model), path)
+    found["left in the end"] = (under_way.exists(), left.exists())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint, "synced", too_early)
+        found["removed before"] = fails(holdfast.save, memory(model, 2.0), path)
+    found["is as it was"] = holdfast.load(path, model).posterior.id
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(disk, "cleared", removed)
+        found["removed after"] = fails(holdfast.save, memory(model, 2.0), path)
+    holdfast.save(memory(model), path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(disk, "require_data", after_a_save)
+        found["loaded"] = holdfast.load(path, model).posterior.id
     return found
 
 
@@ -411,7 +485,11 @@ def after_deaths(rank: int) -> dict:
     return found
 
 
-SCENARIOS = {4: [saved, in_four, read_by_each], 2: [in_two, from_a_file, forms, errors], 1: [in_one, after_deaths]}
+SCENARIOS = {
+    4: [saved, in_four, read_by_each],
+    2: [in_two, from_a_file, forms, errors, two_jobs],
+    1: [in_one, after_deaths],
+}
 
 
 # What they must have found.
@@ -522,6 +600,8 @@ def test_saving_again_leaves_one_memory(found):
         ("a device too", "ArgumentError", "give the model, or a device, and not both"),
         ("no folder here", "MemoryFileError", "cannot be read"),
         ("no file here", "MemoryFileError", "cannot be read"),
+        ("another model here", "MemoryFileError|InertError", "no parameter of the memory is in this model"),
+        ("a file here", "MemoryFileError", "it is not the same file or folder on all processes"),
         ("two folders", "MemoryFileError", "is not the same folder on all processes"),
         ("flipped", "MemoryFileError", r"00003-0.safetensors does not match its checksum.* Use another copy"),
     ],
@@ -529,13 +609,60 @@ def test_saving_again_leaves_one_memory(found):
 def test_what_is_wrong_for_one_rank_is_an_error_on_all(what, kind, message, found):
     for each in found["errors"]:
         got, said = each[what]
-        assert got == kind, said
+        assert re.fullmatch(kind, got), said
         assert re.search(message, said), said
 
 
 def test_failed_saves_leave_the_memory_that_was_there(found):
     for each in found["errors"]:
         assert each["afterwards"][1] == in_one_piece(made()).posterior.id
+
+
+def test_a_save_leaves_what_another_job_has_put_or_is_writing(found):
+    for each in found["two_jobs"]:
+        assert each["saved after"] == each["saved beside"] == ("nothing", "")
+        assert each["then it is"] == in_one_piece(made(), "sum").posterior.id
+        assert each["left"] == (True, False)
+        assert each["left in the end"] == (False, False)
+
+
+def test_a_save_whose_files_another_job_removed_is_an_error_on_all(found):
+    for each in found["two_jobs"]:
+        for when in ("removed before", "removed after"):
+            kind, said = each[when]
+            assert kind == "MemoryFileError"
+            assert re.search("another job saved here at the same time .*lacks 0000.*Save again, one job after", said)
+        assert each["is as it was"] == in_one_piece(made()).posterior.id
+
+
+def test_a_load_in_the_middle_of_a_save_gives_the_memory_that_took_the_place(found):
+    for each in found["two_jobs"]:
+        assert each["loaded"] == in_one_piece(made(), "sum").posterior.id
+
+
+@pytest.mark.parametrize("function", ["disk.require_data", "checkpoint.fill_"])
+def test_a_load_by_one_process_in_the_middle_of_a_save_does_too(function, folder, found, monkeypatch):
+    from holdfast.folder import checkpoint, disk
+
+    module, name = {"disk": disk, "checkpoint": checkpoint}[function.split(".")[0]], function.split(".")[1]
+    others = [Path(found["saved"][0]["path"]) / each for each in ("sum", "replicas of pieces")]
+    real, calls = getattr(module, name), []
+
+    def after_a_save(*args):
+        calls.append(args)
+        if len(calls) <= 3 or forever:
+            now = manifest_of(folder)["data"]
+            replace_by(next(other for other in others if manifest_of(other)["data"] != now), folder)
+        return real(*args)
+
+    monkeypatch.setattr(module, name, after_a_save)
+    forever = False
+    assert holdfast.load(folder).posterior.id == in_one_piece(made(), "sum").posterior.id
+    assert len(calls) == 4
+    forever = True
+    with pytest.raises(MemoryFileError, match="being written"):
+        holdfast.load(folder)
+    assert len(calls) == 4 + disk.TURNS
 
 
 @pytest.mark.parametrize("when", DEATHS)

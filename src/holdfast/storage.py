@@ -33,7 +33,8 @@ def save(memory: Posterior | Memory, path: str | os.PathLike[str]) -> None:
     """Write a memory to `path`: to a temporary file beside it first, which then takes its name.
 
     A memory in pieces (DTensors) becomes a folder: call it on all processes. Each writes the pieces it has, and the
-    folder is this memory, whole, from when all are done; until then it is the one that was there before.
+    folder is this memory, whole, from when all are done; until then it is the one that was there before. One job saves
+    to a folder at a time.
     """
     if isinstance(memory, LinearHead):
         raise ArgumentError("a linear head is not a memory of a model's parameters: write it with head.save(path).")
@@ -80,16 +81,19 @@ def _loaded_as(path: str | os.PathLike[str], model: nn.Module) -> Memory:
             params = {name: p for name, p in matched(model, mean, ties=ties).items() if in_pieces(p)}
         except HoldfastError as error:
             raise type(error)(f"{error} Without model=, the memory is loaded whole.") from error
-        keys = {f"{room}{name}": name for room in ("mean.", *diagonals) for name in params}
+        keys = {f"{start}{name}{end}": name for start, end in (("mean.", ""), *diagonals) for name in params}
         return {key: params[name] for key, name in keys.items() if key in shapes and shapes[key] == params[name].shape}
 
-    if os.path.isdir(path):
+    is_folder, differ = lambda: os.path.isdir(path), f"{path} cannot be read: it is not the same file or folder"
+    if folder.everywhere(ranks, is_folder, lambda is_folder: is_folder, differ):
         return folder.read(path, MEMORY, _KEYS, _rebuilt, like, device=device, ranks=ranks)
-    memory = folder.everywhere(
-        ranks, lambda: file.read(path, MEMORY, _KEYS, _rebuilt), lambda memory: memory.posterior.id, f"{path} differs"
-    )
-    facts, tensors = _facts(memory), _tensors(memory)
-    models = like(facts, shapes(tensors))
+
+    def found() -> tuple[dict[str, Any], dict[str, Tensor], dict[str, Tensor]]:
+        memory = file.read(path, MEMORY, _KEYS, _rebuilt)
+        facts, tensors = _facts(memory), _tensors(memory)
+        return facts, tensors, like(facts, shapes(tensors))
+
+    facts, tensors, models = folder.everywhere(ranks, found, lambda found: found[0]["id"], f"{path} differs")
     return _made(facts, {
         key: cut(tensor.to(device), models[key]) if key in models else tensor.to(device)
         for key, tensor in tensors.items()
@@ -176,10 +180,10 @@ def _made(facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Memory:
     return Memory(posterior, rooms["buffers"], probes, answers, frozen)
 
 
-def _diagonals(said: Mapping[str, Any], room: str) -> list[str]:
-    """Where a precision's diagonals are among its tensors: they have a number for each entry of a parameter."""
-    if said["kind"] == "diagonal":
-        return [room]
+def _diagonals(said: Mapping[str, Any], room: str) -> list[tuple[str, str]]:
+    """How the names of tensors with a number, or a code, for each entry of a parameter start and end around its own."""
+    if said["kind"] in ("diagonal", "logarithmic"):
+        return [(room, "" if said["kind"] == "diagonal" else ".code")]
     terms = said["terms"] if said["kind"] == "sum" else ()
     return [each for place, term in enumerate(terms) for each in _diagonals(term, f"{room}{place}.")]
 

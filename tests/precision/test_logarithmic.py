@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 from safetensors import safe_open
-from torch import nn
+from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -43,7 +43,7 @@ def values(kind, size=5000):
         "one": torch.ones(size),
         "zero": torch.zeros(size),
         "largest": torch.linspace(1e38, torch.finfo(torch.float32).max, size),
-        "smallest": draw.abs() * 1e-37,
+        "smallest": (draw.abs() * 1e-37).clamp(min=torch.finfo(torch.float32).tiny),
         "double": draw.double().exp(),
     }[kind]
 
@@ -192,8 +192,6 @@ def test_what_is_no_such_precision_is_refused():
     huge = Logarithmic.of(Diagonal({"w": torch.tensor([3e38])}))
     with pytest.raises(ArgumentError, match="not finite"):
         10 * huge
-    with pytest.raises(ArgumentError, match="not finite"):
-        Logarithmic.of(Diagonal({"w": torch.tensor([1e300], dtype=torch.float64)}))
     with pytest.raises(SingularError, match="1 entry of `w`"):
         Logarithmic.of(Diagonal({"w": torch.tensor([1.0, 0.0])})).logdet()
 
@@ -202,6 +200,42 @@ def test_what_is_positive_stays_positive_so_that_it_can_be_drawn_from():
     found = Logarithmic.of(Diagonal({"w": torch.tensor([1.0, 1e-30])}))
     assert bool((found.diagonal()["w"] > 0).all())
     assert math.isfinite(float(found.logdet()))
+
+
+@pytest.mark.parametrize(
+    ("value", "much"),
+    [(1e-200, "small"), (5e-324, "small"), (1e-38, "small"), (3.5e38, "large"), (1e300, "large"), (1.79e308, "large")],
+)
+def test_what_float32_has_no_number_for_is_refused(value, much):
+    entries = torch.zeros(600, dtype=torch.float64)
+    entries[300] = value
+    with pytest.raises(ArgumentError, match=rf"`head` has values too {much} .*Keep the memory as it is, a Diagonal"):
+        Logarithmic.of(Diagonal({"w": torch.ones(3), "head": entries}))
+
+
+def test_what_is_far_below_its_block_is_within_the_bounds_however_small():
+    for small in (torch.tensor([1.0, 1e-40]), torch.tensor([1.0, 1e-200], dtype=torch.float64)):
+        found = Logarithmic.of(Diagonal({"w": small})).diagonal()["w"]
+        assert 0 < float(found[1]) <= 2**-14
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_the_smallest_and_the_largest_of_each_dtype(dtype):
+    limits = torch.finfo(dtype)
+    for value in (limits.tiny, limits.max):
+        (found,) = Logarithmic.of(Diagonal({"w": torch.tensor([value], dtype=dtype)})).diagonal()["w"].tolist()
+        assert found == pytest.approx(value, rel=0.02)
+
+
+@pytest.mark.parametrize("top", [2305, 20000, 2**15 - 1])
+@pytest.mark.parametrize("factor", [1.0, 1e-5, 1e300])
+def test_tops_that_no_number_has_are_refused_and_not_computed(top, factor):
+    code, tops = torch.zeros(3, dtype=torch.uint8), torch.tensor([top], dtype=torch.int16)
+    if top == 2305 and factor < 1:
+        assert bool(Logarithmic({"w": code}, {"w": tops}, factor).diagonal()["w"].isfinite().all())
+        return
+    with pytest.raises(ArgumentError, match="`w` has values that are not finite"):
+        Logarithmic({"w": code}, {"w": tops}, factor)
 
 
 # The pull and the step from codes, against the same in float64, of what the codes read as.
@@ -455,8 +489,19 @@ def cut_memory(rank: int) -> dict:
         path = FOLDER / how.replace(" ", "-")
         holdfast.save(pieces, path)
         again = holdfast.load(path, model)
+        file = path.with_suffix(".safetensors")
+        if rank == 0:
+            holdfast.save(wide(kind_of(how)).compact(), file)
+        distributed.barrier()
+        params = dict(model.named_parameters())
+        alike = [
+            code.placements == params[name].placements and torch.equal(part(code), part(pieces.precision.codes[name]))
+            for each in (again, holdfast.load(file, model))
+            for name, code in each.precision.codes.items()
+        ]
         found[f"{how}, made in pieces"] = {
             "loaded": (str(path), again.posterior.id, float(holdfast.penalty(model, again).detach())),
+            "alike": alike,
             "id": pieces.id,
             "codes": {name: full(each) for name, each in pieces.precision.codes.items()},
             "logdet": float(pieces.precision.logdet()),
@@ -506,11 +551,23 @@ def two_pieces(rank: int) -> dict:
     return pieces_of(2)
 
 
+def too_small_for_one(rank: int) -> dict:
+    """A number that one rank has, and that cannot be kept in codes."""
+    entries = torch.ones(600, dtype=torch.float64)
+    entries[512:] = 1e-50
+    cut = distribute_tensor(entries, init_device_mesh("cpu", (2,)), [Shard(0)])
+    try:
+        Logarithmic.of(Diagonal({"w": cut}))
+    except ArgumentError as error:
+        return {"said": str(error)}
+    return {"said": "nothing"}
+
+
 def four_pieces(rank: int) -> dict:
     return pieces_of(4)
 
 
-SCENARIOS = {2: [cut_memory, two_pieces], 4: [four_pieces]}
+SCENARIOS = {2: [cut_memory, two_pieces, too_small_for_one], 4: [four_pieces]}
 
 
 @pytest.fixture(scope="module")
@@ -543,7 +600,13 @@ def test_codes_made_in_pieces_are_those_of_the_whole(found, how):
         assert identity == holdfast.load(path).posterior.id == whole.id
         assert value == pytest.approx(pieces["value"], rel=1e-6)
         assert value > 0
+        assert pieces["alike"] == [True] * (2 * len(whole.mean))
         assert pieces["logdet"] == pytest.approx(float(whole.precision.logdet()), rel=1e-6)
+
+
+def test_what_is_too_small_for_one_rank_is_refused_on_all(found):
+    for rank in found["too_small_for_one"]:
+        assert "`w` has values too small" in rank["said"]
 
 
 @pytest.mark.parametrize(("world", "layout"), [(w, name) for w, each in LAYOUTS.items() for name in each], ids=str)

@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,14 +34,24 @@ from .manifest import Manifest, Piece, Spread
 _LARGEST = 1 << 32  # of a file, about, in bytes: what is on the CPU at once while it is written
 
 
+class _Overtaken(MemoryFileError):
+    """Another job saved to the folder at the same time."""
+
+
 def save(path: Path, facts: Facts, tensors: Mapping[str, Tensor]) -> None:
-    """Write the pieces that each process has; the first of them puts the manifest when all have vouched for theirs."""
+    """Write the pieces that each process has; the first of them puts the manifest when all have vouched for theirs.
+
+    One job saves to a folder at a time: of two, the one that finds something missing raises.
+    """
     writer = _Writer(path, facts)
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     try:
         save_pieces(dict(tensors), storage_writer=writer, planner=planner)
     except CheckpointException as error:  # of some process, and every one hears of it
         writer.undo()
+        for cause, _ in error.failures.values():
+            if isinstance(cause, _Overtaken):
+                raise MemoryFileError(str(cause)) from error
         said = "; ".join(f"rank {rank}: {_said(cause)}" for rank, (cause, _) in sorted(error.failures.items()))
         raise MemoryFileError(f"{path} could not be written: {said}. What was there before is as it was.") from error
 
@@ -51,7 +61,7 @@ class _Writer(StorageWriter):
 
     def __init__(self, path: Path, facts: Facts) -> None:
         self._path, self._facts = path, facts
-        self._made, self._data = False, ""
+        self._made, self._data, self._began = False, "", 0
 
     def reset(self, checkpoint_id: Any = None) -> None:
         """Nothing is kept between saves."""
@@ -65,9 +75,9 @@ class _Writer(StorageWriter):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         self._made = not self._path.exists()
         self._data = disk.new_data()
-        if self._made:
-            self._path.mkdir()
+        self._path.mkdir(exist_ok=True)
         (self._path / self._data).mkdir()
+        self._began = (self._path / self._data).stat().st_mtime_ns
         return [replace(plan, storage_data=(rank, self._data)) for rank, plan in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -75,7 +85,8 @@ class _Writer(StorageWriter):
         folder = self._path / data
         if not folder.is_dir():
             raise MemoryFileError(
-                f"{folder} is not here, though rank 0 made it: a memory in pieces needs a file system that all share"
+                f"{folder} is not here, though rank 0 made it: a memory in pieces needs a file system that all share, "
+                "and no other job that saves there at the same time"
             )
         results: list[WriteResult] = []
         items: list[WriteItem] = []
@@ -106,9 +117,25 @@ class _Writer(StorageWriter):
         files = {piece.file: mark for piece, mark in (result.storage_data for result in every)}
         with contextlib.suppress(OSError):  # some file systems cannot
             synced(self._path / self._data)
-        disk.put(self._path, Manifest(dict(self._facts), self._data, files, tensors))
+        manifest = Manifest(dict(self._facts), self._data, files, tensors)
+        with self._alone():
+            disk.require_data(self._path, manifest, ())
+        disk.put(self._path, manifest)
         with contextlib.suppress(OSError):  # the next save clears what is left
-            disk.cleared(self._path, keep=self._data)
+            disk.cleared(self._path, self._data, self._began)
+        with self._alone():
+            disk.require_whole(self._path)
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Where files are looked for that only another job can have removed."""
+        try:
+            yield
+        except MemoryFileError as error:
+            raise _Overtaken(
+                f"{self._path} is not what was saved: another job saved here at the same time ({error}) Save again, "
+                "one job after the other, or give each a folder of its own."
+            ) from error
 
     def undo(self) -> None:
         """Take away what this process made, unless the manifest names it."""

@@ -19,6 +19,7 @@ from .manifest import DATA, NAME, Manifest, parsed
 
 _LONGEST = 1 << 28  # of a manifest, in bytes: a million pieces take half of it
 _TEMPORARY = re.compile(r"\.[0-9a-f]{16}\.tmp")
+TURNS = 10  # to find a memory whole that others replace meanwhile
 
 
 def new_data() -> str:
@@ -42,13 +43,19 @@ def put(path: Path, manifest: Manifest) -> None:
         synced(path)
 
 
-def cleared(path: Path, keep: str) -> None:
-    """Remove the data of memories that were here before, and what interrupted saves left; nothing else."""
+def cleared(path: Path, keep: str, began: int) -> None:
+    """Remove the data of memories that were here before, and what interrupted saves left; nothing else.
+
+    One job saves to a folder at a time. Should there be another, what the manifest names by now is left, and what was
+    changed since this save `began`, in nanoseconds on the disk's own clock.
+    """
     for entry in os.scandir(path):
-        if DATA.fullmatch(entry.name) and entry.name != keep and entry.is_dir(follow_symlinks=False):
-            shutil.rmtree(entry.path, ignore_errors=True)
-        elif _TEMPORARY.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
-            with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):
+            if entry.name == keep or entry.stat(follow_symlinks=False).st_mtime_ns >= began:
+                continue
+            if DATA.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False) and not names(path, entry.name):
+                shutil.rmtree(entry.path, ignore_errors=True)
+            elif _TEMPORARY.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
                 os.unlink(entry.path)
 
 
@@ -79,8 +86,8 @@ def require_free(path: Path) -> None:
         )
 
 
-def opened(path: str | os.PathLike[str], kinds: Mapping[str, Keys]) -> Manifest:
-    """The manifest of a folder, its form and its checksum checked."""
+def opened(path: str | os.PathLike[str], kinds: Mapping[str, Keys] | None) -> Manifest:
+    """The manifest of a folder, its form and its checksum checked, and where `kinds` are given its description."""
     where = Path(path) / NAME
     try:
         with open(where, "rb") as file:
@@ -95,6 +102,17 @@ def opened(path: str | os.PathLike[str], kinds: Mapping[str, Keys]) -> Manifest:
     if len(text) > _LONGEST:
         raise MemoryFileError(f"{where} is longer than any manifest. Use another copy.")
     return parsed(path, text, kinds)
+
+
+def require_whole(path: Path) -> None:
+    """Raise unless a manifest and the files that it names are there, whoever put them."""
+    for turn in range(TURNS):
+        said = opened(path, None)
+        try:
+            return require_data(path, said, ())
+        except MemoryFileError:
+            if turn == TURNS - 1 or names(path, said.data):
+                raise
 
 
 def require_data(path: str | os.PathLike[str], manifest: Manifest, files: Iterable[str]) -> None:

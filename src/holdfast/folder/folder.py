@@ -23,6 +23,10 @@ Value = TypeVar("Value")
 Shapes = Mapping[str, torch.Size]
 
 
+class _Stopped(MemoryFileError):
+    """A process cannot be reached."""
+
+
 def write(
     path: str | os.PathLike[str],
     said: str,
@@ -84,9 +88,43 @@ def read(
     reads the pieces it has.
     """
     ranks = ranks or Ranks()
+    facts, tensors = _whole(path, {kind: keys}, like, device, ranks)
+    with believed(path, kind):
+        return rebuilt(facts, tensors)
 
+
+def _whole(
+    path: str | os.PathLike[str],
+    kinds: Mapping[str, Keys],
+    like: Callable[[Facts, Shapes], Mapping[str, Tensor]],
+    device: torch.device | str,
+    ranks: Ranks,
+) -> tuple[Facts, dict[str, Tensor]]:
+    """One memory's description and tensors. Should another take its place meanwhile, it is read in its stead."""
+    for _ in range(disk.TURNS - 1):
+        opened: list[str] = []  # which data the manifest named
+        try:
+            return _once(path, kinds, like, device, ranks, opened)
+        except _Stopped:
+            raise
+        except Exception:
+            replaced = any(not disk.names(Path(path), data) for data in opened)
+            if not any(ranks.gathered(replaced)):
+                raise
+    return _once(path, kinds, like, device, ranks, [])
+
+
+def _once(
+    path: str | os.PathLike[str],
+    kinds: Mapping[str, Keys],
+    like: Callable[[Facts, Shapes], Mapping[str, Tensor]],
+    device: torch.device | str,
+    ranks: Ranks,
+    opened: list[str],
+) -> tuple[Facts, dict[str, Tensor]]:
     def found() -> tuple[Manifest, Mapping[str, Tensor]]:
-        said = disk.opened(path, {kind: keys})
+        said = disk.opened(path, kinds)
+        opened.append(said.data)
         return said, like(said.facts, {name: torch.Size(each.shape) for name, each in said.tensors.items()})
 
     said, models = everywhere(ranks, found, lambda found: digest(found[0].text), f"{path} is not the same folder")
@@ -109,9 +147,7 @@ def read(
             raise MemoryFileError(f"{path} cannot be read: {error}. Is it being written? Load it again.") from error
         return tensors
 
-    tensors = everywhere(ranks, filled)
-    with believed(path, kind):
-        return rebuilt(said.facts, tensors)
+    return said.facts, everywhere(ranks, filled)
 
 
 def described(path: str | os.PathLike[str], kinds: Mapping[str, Keys]) -> dict[str, Any]:
@@ -133,7 +169,7 @@ def everywhere(
     try:
         every = ranks.gathered((str(failed) if failed else "", None if failed else mark(cast(Value, value))))
     except RuntimeError as error:
-        raise MemoryFileError("a process stopped while the memory was read, or cannot be reached.") from error
+        raise _Stopped("a process stopped while the memory was read, or cannot be reached.") from error
     if failed is not None:
         raise failed
     for rank, (message, _) in enumerate(every):

@@ -25,6 +25,7 @@ PIECE = 2**17  # entries that a processor's cache keeps from one operation to th
 LARGE = 2**24  # entries at a time elsewhere: many for few launches, few for small temporaries
 
 LARGEST = torch.finfo(torch.float32).max
+HIGHEST, LOWEST = 128 * STEPS, -126 * STEPS  # steps that float32 can tell, but for numbers that lack digits
 
 
 class Codes(NamedTuple):
@@ -62,8 +63,11 @@ class Codes(NamedTuple):
         return found.view(self.codes.shape)
 
 
-def packed(values: Tensor, box: Box, agreed: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-    """The codes of what is here of a tensor, and the tops of all its blocks. `agreed` makes them those of all."""
+def packed(values: Tensor, box: Box, agreed: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor, int]:
+    """The codes of what is here of a tensor, the tops of all its blocks, and the lowest step of any positive entry.
+
+    `agreed` takes the largest of what all processes have.
+    """
     flat = values.detach().reshape(-1)
     edges = list(bounds(len(flat), 0, piece(flat.device)))
     tops = torch.full((-(-box.size // BLOCK),), NOTHING, dtype=torch.int32, device=flat.device)
@@ -72,11 +76,13 @@ def packed(values: Tensor, box: Box, agreed: Callable[[Tensor], Tensor]) -> tupl
         tops.scatter_reduce_(0, blocks, _steps(flat[first:last]), "amax")
     tops = agreed(tops)
     codes = torch.empty(len(flat), dtype=torch.uint8, device=flat.device)
+    deepest = torch.full((1,), -HIGHEST, dtype=torch.int32, device=flat.device)
     for first, last in edges:
-        part = flat[first:last]
-        below = tops[box.places(first, last, flat.device) // BLOCK] - _steps(part)
-        codes[first:last] = below.clamp(max=ZERO - 1).masked_fill_(part == 0, ZERO).to(torch.uint8)
-    return codes.view(values.shape), tops.to(torch.int16)
+        part, top = flat[first:last], tops[box.places(first, last, flat.device) // BLOCK]
+        below = (top - _steps(part)).clamp_(max=ZERO - 1)
+        deepest = torch.cat([deepest, (below - top).masked_fill_(part == 0, -HIGHEST)]).amax(0, keepdim=True)
+        codes[first:last] = below.masked_fill_(part == 0, ZERO).to(torch.uint8)
+    return codes.view(values.shape), tops.to(torch.int16), -int(agreed(deepest))
 
 
 def unpacked(codes: Tensor, tops: Tensor, factor: float, box: Box) -> Tensor:

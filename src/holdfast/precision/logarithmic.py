@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from math import log2
 from typing import Any, Self
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from ..devices import full, part
 from ..errors import ArgumentError, require_number
-from ..kernels.codes import BLOCK, LARGEST, STEPS, ZERO, Codes, packed, unpacked
+from ..kernels.codes import BLOCK, HIGHEST, LARGEST, LOWEST, STEPS, ZERO, Codes, packed, unpacked
 from ..pieces import box, cut, largest, spread
 from .base import Precision, require_growth
 from .diagonal import Diagonal
@@ -25,9 +26,10 @@ class Logarithmic(Precision):
     """Λ = diag(entries), the entries kept as codes: 1.01 bytes each.
 
     They are off by at most 2 % within 2¹⁴ of the largest in their block of 256 (of the flattened parameter), by at
-    most 2⁻¹⁴ of it below; zeros are zero, and what is positive stays positive. Scaling is exact, by a factor beside the
-    codes; sums and differences are of the entries as they are read, and so diagonals of ordinary numbers. Of a
-    parameter in pieces each process has its own codes, and the tops of all blocks.
+    most 2⁻¹⁴ of it below; zeros are zero, and what is positive stays positive: what float32 has no number for is
+    refused. Scaling is exact, by a factor beside the codes; sums and differences are of the entries as they are read,
+    and so diagonals of ordinary numbers. Of a parameter in pieces each process has its own codes, and the tops of all
+    blocks.
 
     >>> Λ = Logarithmic.of(Diagonal({"w": torch.tensor([1.0, 4.0, 0.0])}))
     >>> Λ.diagonal()["w"], Λ.codes["w"]
@@ -52,7 +54,7 @@ class Logarithmic(Precision):
                     "holdfast.Logarithmic.of(diagonal) makes them."
                 )
             # Half a step beyond the largest number is how far it may have been rounded.
-            if blocks and self.factor * 2.0 ** (int(tops.max()) / STEPS) > LARGEST * 2 ** (0.6 / STEPS):
+            if blocks and self.factor and int(tops.max()) + STEPS * log2(self.factor) > STEPS * log2(LARGEST) + 0.6:
                 raise ArgumentError(f"`{name}` has values that are not finite.")
 
     @staticmethod
@@ -67,7 +69,13 @@ class Logarithmic(Precision):
             )
         codes, tops = {}, {}
         for name, entries in diagonal.entries.items():
-            here, top = packed(part(entries), box(entries), lambda tops, like=entries: largest(tops, like))  # type: ignore[misc]
+            here, top, lowest = packed(part(entries), box(entries), lambda mine, like=entries: largest(mine, like))  # type: ignore[misc]
+            if lowest < LOWEST or (len(top) and int(top.max()) > HIGHEST):
+                much = "small" if lowest < LOWEST else "large"
+                raise ArgumentError(
+                    f"`{name}` has values too {much} to be kept in codes, which are read in float32: from 1.2e-38 to "
+                    "3.4e38, and zero. Keep the memory as it is, a Diagonal."
+                )
             codes[name], tops[name] = spread(here, entries), top
         return Logarithmic(codes, tops, 1.0, diagonal.sources)
 
