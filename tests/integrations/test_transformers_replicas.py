@@ -158,7 +158,7 @@ def test_replicas_keep_the_budget_of_one_process(found, tmp_path):
     model, posterior, data = start("bert")
     callback = HoldCallback(posterior, budget=0.004, strength=0.1)
     trained(tmp_path, model, data, callback, per_device_train_batch_size=8, learning_rate=0.5)
-    assert callback.handle.spent.kept < 0.9
+    assert callback.handle.spent.kept < 0.95
     for rank in found["budgeted"]:
         torch.testing.assert_close(rank["weights"], weights(model), rtol=0, atol=1e-6)
         assert rank["strength"] == pytest.approx(callback.handle.strength) != 0.1
