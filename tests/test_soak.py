@@ -16,22 +16,10 @@ from holdfast import Posterior
 from holdfast.devices import full
 from holdfast.pieces import cut
 from processes import gathered, main
+from sharded_cases import Scaled
 
 FOLDER = Path(sys.argv[1]) if __name__ == "__main__" else Path()
 STEPS, BATCH, EXAMPLES = 500, 16, 512
-
-
-class Scaled(nn.Module):
-    """Parameters that two ranks do not divide, and one of a single entry."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(5, 7), nn.Tanh())
-        self.head = nn.Linear(7, 3)
-        self.scale = nn.Parameter(torch.full((1,), 1.5))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.scale * self.head(self.body(x))
 
 
 def made() -> nn.Module:

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor, distributed, nn
+from torch import distributed, nn
 
 import holdfast
 from holdfast import Diagonal, Memory, Posterior, Source
@@ -31,25 +31,13 @@ from holdfast.precision.layers import Layer
 from holdfast.precision.terms import Term
 from holdfast.storage import FORMAT, _tensors
 from processes import gathered, main
+from sharded_cases import Scaled
 
 FOLDER = Path(sys.argv[1]) if __name__ == "__main__" else Path()
 SOURCES = (Source("task-1", 12.5, "example", "categorical", "expected"),)
 
 
 ODD = ["mean", "mean.x", "0.weight", "größe", 'a"b\\c', "two words", "a@0", "\u2028"]
-
-
-class Scaled(nn.Module):
-    """Parameters that no number of ranks divides, one of a single entry, and a frozen one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(5, 7), nn.Tanh())
-        self.head = nn.Linear(7, 3)
-        self.scale = nn.Parameter(torch.full((1,), 1.5))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.scale * self.head(self.body(x))
 
 
 class Normed(nn.Module):

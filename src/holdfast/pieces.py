@@ -153,16 +153,6 @@ def averaged(tensor: Tensor, model: nn.Module) -> Tensor:
     return tensor
 
 
-def gathered(value: Any, model: nn.Module) -> list[Any]:
-    """What the processes of a model have, each its own."""
-    every = [value]
-    for group in groups(model):
-        parts: list[Any] = [None] * group.size()
-        distributed.all_gather_object(parts, every, group=group)
-        every = [item for part in parts for item in part]
-    return every
-
-
 class _Laid(torch.autograd.Function):
     """A parameter as it is, whose gradient comes back in pieces as it is itself."""
 

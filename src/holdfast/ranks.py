@@ -14,6 +14,7 @@ from torch import Tensor, distributed, nn
 from .errors import ArgumentError, DataError
 from .identity import digest, row_sums
 from .params import all_parameters, unwrapped
+from .pieces import resharded, sharded
 
 if TYPE_CHECKING:  # not every build of torch has it
     from torch.distributed import ProcessGroup
@@ -178,12 +179,10 @@ def ranks_of(model: nn.Module) -> Iterator[Ranks]:
         yield Ranks()
         return
     from torch.distributed._composable.contract import _get_registry
-    from torch.distributed.fsdp import FSDPModule
 
-    sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    for module in sharded:
-        module.reshard()  # after a forward alone, the root's parameters are whole
-    states = [module._get_fsdp_state() for module in sharded]
+    resharded(model)  # after a forward alone, the root's parameters are whole
+    shards = sharded(model)
+    states = [module._get_fsdp_state() for module in shards]
     groups = [group for state in states for group in _parameter_groups(state)]
     # A divisor of the user's own, by the names it has had in torch. None is the number of ranks.
     saved = [
@@ -192,7 +191,7 @@ def ranks_of(model: nn.Module) -> Iterator[Ranks]:
         for name in ("gradient_divide_factor", "reduce_scatter_reduce_op")
         if hasattr(group, name)
     ]
-    if any("replicate" in (_get_registry(module) or ()) and module not in sharded for module in model.modules()):
+    if any("replicate" in (_get_registry(module) or ()) and module not in shards for module in model.modules()):
         raise ArgumentError(
             "the model is replicated by a hook that averages gradients (torch.distributed._composable.replicate). Wrap "
             "it in DistributedDataParallel instead."
@@ -206,8 +205,7 @@ def ranks_of(model: nn.Module) -> Iterator[Ranks]:
     finally:
         for group, name, value in saved:
             setattr(group, name, value)
-        for module in sharded:
-            module.reshard()
+        resharded(model)
 
 
 def _parameter_groups(state: Any) -> list[Any]:

@@ -16,22 +16,10 @@ import holdfast
 from cases import CASES, Case
 from oracles import fisher_loop, flat, flat_gradient
 from processes import gathered, main
+from sharded_cases import Scaled
 
 SIZES = {0: (4, 2, 4), 1: (3, 3, 1)}  # examples in the batches of each rank: batches that differ, as many of them
 CASE = CASES[0]
-
-
-class Scaled(nn.Module):
-    """Parameters that no number of ranks divides, and one of a single entry."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(5, 7), nn.Tanh())
-        self.head = nn.Linear(7, 3)
-        self.scale = nn.Parameter(torch.full((1,), 1.5))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.scale * self.head(self.body(x))
 
 
 class Checkpointed(Scaled):

@@ -185,7 +185,8 @@ def _written(file: Path, items: list[WriteItem], planner: SavePlanner) -> list[W
     tensors: dict[str, Tensor] = {}
     pieces: list[tuple[WriteItem, Piece]] = []
     for item in items:
-        assert item.tensor_data is not None
+        if item.tensor_data is None:
+            raise MemoryFileError(f"`{item.index.fqn}` is no tensor, and a memory's folder has nothing else.")
         chunk = item.tensor_data.chunk
         piece = Piece(file.name, tuple(chunk.offsets), tuple(chunk.sizes))
         found: Any = planner.resolve_data(item)

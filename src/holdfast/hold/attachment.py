@@ -14,11 +14,12 @@ from torch.optim import Optimizer
 from ..errors import ArgumentError, HoldfastWarning, MismatchError, require_number
 from ..params import adapted, some
 from ..penalty import Quadratic, Term
-from ..pieces import gathered, groups, resharded
+from ..pieces import groups, resharded
 from ..posterior import Memory, Posterior, as_posterior
 from ..posterior.placed import placed
 from ..posterior.product import require_counted_once
 from ..precision import Precision
+from ..ranks import Ranks
 from ..steps import innermost
 from .budget import Budget, Space
 from .handle import Handle
@@ -80,8 +81,11 @@ def hold(
         raise ArgumentError(f"hold takes the optimizer, then the model; got {type(model).__name__} as the model.")
     resharded(model)
     given = posterior if isinstance(posterior, Sequence) else [posterior]
-    known_ones = [as_posterior(each) for each in given if isinstance(each, (Posterior, Memory))]
-    _require_one_hold(model, known_ones, {"num_data": num_data, "strength": strength, "unit": unit, "budget": budget})
+    said = {
+        "num_data": num_data, "strength": strength, "unit": unit, "every": every, "rotate": rotate,
+        "proximal": proximal, "budget": budget,
+    }  # fmt: skip
+    _require_one_hold(model, [as_posterior(each) for each in given if isinstance(each, (Posterior, Memory))], said)
     count = require_number(num_data, "num_data, the number of new examples (len(loader.dataset)),", positive=True)
     terms = [_as_term(each, model, offload) for each in given]
     _require_unit(terms, unit, count)
@@ -124,9 +128,10 @@ def hold(
 
 def _require_one_hold(model: nn.Module, posteriors: Sequence[Posterior], said: Mapping[str, Any]) -> None:
     """Raise, on all of them, where the processes that train a model together hold it to different things, or apart."""
-    if not groups(model):
+    together = Ranks(data=tuple(groups(model)))
+    if not together.data:
         return
-    every = gathered(([each.id for each in posteriors], {name: str(value) for name, value in said.items()}), model)
+    every = together.gathered(([each.id for each in posteriors], {name: str(value) for name, value in said.items()}))
     (first, ours), *others = every
     for number, (ids, theirs) in enumerate(others, 1):
         if ids != first:

@@ -317,8 +317,10 @@ class Handle:
             nats = nats + quadratic.value(self._model)
         value = value or not watch.satisfied
         for term in (each for each in self._terms if not (own and isinstance(each, Quadratic))):
-            how = {} if value or not isinstance(term, Quadratic) else {"value": False}
-            nats = nats + term.add_gradient_(self._model, factor, ours, **how)
+            if isinstance(term, Quadratic):
+                nats = nats + term.add_gradient_(self._model, factor, ours, value=value)
+            else:
+                nats = nats + term.add_gradient_(self._model, factor, ours)
         if not watch.satisfied and scale != 0 and bool(nats > 0):
             watch.before(self._held, ours)
         if self._rotation is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -11,13 +12,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..devices import full, part
-from ..errors import ArgumentError
+from ..errors import ArgumentError, HoldfastWarning
 from ..kernels import Codes, in_runs, shrink_
 from ..params import some
 from ..penalty import Quadratic
 from ..pieces import cut
 from ..posterior.gaussian import difference
 from ..precision import Diagonal, Kronecker, Logarithmic, Precision, Rotated, Sum
+from ..precision.layers import Layer
 from .pace import Pace, paces, require_known_pace, scalar
 
 
@@ -32,7 +34,7 @@ class Proximal:
     def __init__(
         self, terms: Sequence[Quadratic], optimizers: Sequence[Optimizer], model: nn.Module, asked: bool = True
     ) -> None:
-        self._asked = asked
+        self._asked, self._told = asked, False
         for optimizer in optimizers:
             require_known_pace(optimizer)
         self._blocks = [(term, _closed(term.posterior.precision)) for term in terms]
@@ -72,9 +74,15 @@ class Proximal:
         try:
             require_known_pace(optimizer)
             self._require_whole_layers(optimizer, model)
-        except ArgumentError:
+        except ArgumentError as error:
             if self._asked:
                 raise
+            if not self._told:
+                self._told = True
+                warnings.warn(
+                    f"the pull was a step of its own, and is added to the gradients from here on: {error}",
+                    HoldfastWarning, stacklevel=2,
+                )  # fmt: skip
             return False
         return True
 
@@ -86,10 +94,7 @@ class Proximal:
             for layer in layers:
                 mine = {name: sizes[name] for name in layer.shapes if name in sizes}
                 if mine and (len(mine) < len(layer.shapes) or scalar(mine) is None):
-                    raise ArgumentError(
-                        f"a pull as a step of its own needs all of the layer of `{layer.weight}` in one optimizer, "
-                        "with one step size. Put it there, or give proximal=False."
-                    )
+                    raise _parted(layer)
 
     @torch.no_grad()
     def after(self, optimizer: Optimizer, model: nn.Module, scale: float, ours: Collection[int]) -> None:
@@ -124,7 +129,8 @@ class Proximal:
             if not mine:
                 continue
             size = scalar({name: sizes[name] for name in mine})
-            assert size is not None  # it fits
+            if size is None:
+                raise _parted(layer)
             delta = {name: full(difference(parameter, mean[name])) for name, parameter in mine.items()}
             with torch.autocast(entries.device.type, enabled=False):
                 matrix = basis.into(layer.matrix(delta))
@@ -134,6 +140,13 @@ class Proximal:
                 pulled = part(cut(back[name], parameter))
                 local = part(parameter.data)
                 local.copy_(local.to(pulled) - pulled)
+
+
+def _parted(layer: Layer) -> ArgumentError:
+    return ArgumentError(
+        f"a pull as a step of its own needs all of the layer of `{layer.weight}` in one optimizer, with one step size. "
+        "Put it there, or give proximal=False."
+    )
 
 
 def _is_narrow(tensor: Tensor) -> bool:
