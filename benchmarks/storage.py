@@ -182,29 +182,27 @@ LINK = 50e9  # bytes a second from pinned memory over PCIe 5 with 16 lanes: assu
 FLOPS = 0.4 * 989e12  # of a GPU in training, in bfloat16: assumed, 40 % of what an H200 is said to do
 TOKENS = 16_384  # a GPU and step: assumed
 WEIGHT = GRADIENT = 4  # bytes of each where the step is made: the shards of FSDP2's mixed precision are in float32
-# Of mean and entries; and what operations one after another write and read again, as they do today where there is no
-# one pass: the difference (8), and of 8 bits the index (8), what is looked up (8) and what is scaled (8).
+# Bytes of the mean and of the entries.
 STORAGES = {
-    "float32": (4, 4, 0),
-    "bfloat16": (2, 2, 8),
-    "float32 mean, 8 bits": (4, 1, 32),
-    "bfloat16 mean, 8 bits": (2, 1, 32),
+    "float32": (4, 4),
+    "bfloat16": (2, 2),
+    "float32 mean, 8 bits": (4, 1),
+    "bfloat16 mean, 8 bits": (2, 1),
 }
 
 
 def planned(parameters: float, gpus: int) -> list[dict[str, Any]]:
     """Bytes on each GPU, and seconds of a step, of the hold on a model in pieces."""
     measured = json.loads((RESULTS / "pull-h200.json").read_text(encoding="utf-8"))
-    speed, beyond = measured["floor_bytes_per_second"], measured["ratio_to_floor"]["fused"]
-    share, rows = parameters / gpus, []
-    for stored, (mean, entry, more) in STORAGES.items():
+    speed, share, rows = measured["floor_bytes_per_second"], parameters / gpus, []
+    for stored, (mean, entry) in STORAGES.items():
         tops = 2 * parameters / BLOCK if entry == 1 else 0.0  # all of them on each
         moved = WEIGHT + 2 * GRADIENT + mean + entry
+        beyond = measured["storages"][stored]["ratio_to_floor"]["pull"]
         rows.append({
             "parameters": parameters, "gpus": gpus, "stored": stored,
             "bytes": share * (mean + entry) + tops,
-            "one_pass": share * moved / speed * beyond,
-            "today": share * (moved + more) / speed * (1 if more else beyond),
+            "pull": share * moved / speed * beyond,
             "step": 6 * parameters * TOKENS / FLOPS,
             "from_cpu": share * (mean + entry) / LINK,
         })  # fmt: skip
@@ -215,28 +213,35 @@ def plan() -> str:
     """The table of `planned`, and one of a model on one GPU whose memory is on the CPU."""
     measured = json.loads((RESULTS / "pull-h200.json").read_text(encoding="utf-8"))
     lines = [
-        f"{measured['floor_bytes_per_second'] / 1e12:.2f} TB/s measured ({measured['device']}, {measured['date']}), a "
-        f"fused pull {measured['ratio_to_floor']['fused']:.2f} times that; assumed: {LINK / 1e9:.0f} GB/s from the "
-        f"CPU, {TOKENS:,} tokens a GPU and step at {FLOPS / 1e12:.0f} TFLOP/s.",
+        f"{measured['floor_bytes_per_second'] / 1e12:.2f} TB/s measured ({measured['device']}, {measured['date']}), "
+        f"and what the pull takes beyond a copy of its bytes; assumed: {LINK / 1e9:.0f} GB/s from the CPU, {TOKENS:,} "
+        f"tokens a GPU and step at {FLOPS / 1e12:.0f} TFLOP/s.",
         "",
-        "| model | GPUs | memory | on each GPU, GB | pull in one pass, ms | as it is today, ms | of a step, % |",
-        "|---|---|---|---|---|---|---|",
+        "| memory | bytes that a pull moves, a parameter | of a copy of as many | one operation after another |",
+        "|---|---|---|---|",
+    ]
+    for stored, each in measured["storages"].items():
+        ratios = each["ratio_to_floor"]
+        lines.append(f"| {stored} | {each['bytes']['pull']:.2f} | {ratios['pull']:.2f} | {ratios['in pieces']:.2f} |")
+    lines += [
+        "",
+        "| model | GPUs | memory | on each GPU, GB | pull, ms | of a step, % |",
+        "|---|---|---|---|---|---|",
     ]
     for parameters in (7e9, 70e9):
         for gpus in (8, 64):
             for row in planned(parameters, gpus):
                 lines.append(
                     f"| {parameters / 1e9:.0f} B | {gpus} | {row['stored']} | {row['bytes'] / 1e9:.2f} "
-                    f"| {1e3 * row['one_pass']:.2f} | {1e3 * row['today']:.2f} "
-                    f"| {100 * row['today'] / row['step']:.2f} |"
+                    f"| {1e3 * row['pull']:.2f} | {100 * row['pull'] / row['step']:.2f} |"
                 )
     lines += ["", "| 7 B on one GPU | memory on it, GB | pull, ms | memory on the CPU: on the GPU, GB | pull, ms |"]
     lines += ["|---|---|---|---|---|"]
     for row in planned(7e9, 1):
-        mean, entry, _ = STORAGES[row["stored"]]
+        mean, entry = STORAGES[row["stored"]]
         lines.append(
-            f"| {row['stored']} | {row['bytes'] / 1e9:.1f} | {1e3 * row['today']:.0f} "
-            f"| {2 * 2**23 * (mean + entry) / 1e9:.2f} | {1e3 * max(row['from_cpu'], row['today']):.0f} |"
+            f"| {row['stored']} | {row['bytes'] / 1e9:.1f} | {1e3 * row['pull']:.0f} "
+            f"| {2 * 2**23 * (mean + entry) / 1e9:.2f} | {1e3 * max(row['from_cpu'], row['pull']):.0f} |"
         )
     return "\n".join(lines)
 

@@ -7,7 +7,18 @@ import torch
 from torch import nn
 
 import holdfast
-from holdfast.kernels import add_gram_, add_pull_, add_squared_products_, codes, in_one_pass, mirrored, shrink_
+from holdfast import Diagonal, Logarithmic
+from holdfast.kernels import (
+    add_gram_,
+    add_pull_,
+    add_squared_products_,
+    codes,
+    half_squares,
+    in_one_pass,
+    mirrored,
+    shrink_,
+)
+from holdfast.kernels.codes import Codes
 from holdfast.kernels.products import plain_squared_products
 from holdfast.kernels.pull import plain_pull, takes_pull
 
@@ -86,6 +97,102 @@ def test_shrinking_all_parameters(device, dtype, monkeypatch):
     stay = [param.clone() for param in params]
     shrink_(params, means, [torch.zeros_like(entry) for entry in entries], [3.0] * len(params))
     assert all(torch.equal(one, other) for one, other in zip(params, stay, strict=True))
+
+
+# The pull and the step from codes, against the same in float64, of what the codes read as.
+
+
+def coded_roles(device, dtype=torch.float32, mean=torch.float32, start=0):
+    sizes = [(300, 70), (5000,), (1,), (0,), (17, 3, 5), ()]
+    draw = torch.Generator().manual_seed(5)
+    params = [torch.randn(size, generator=draw).to(dtype) for size in sizes]
+    grads = [torch.randn(size, generator=draw).to(dtype) for size in sizes]
+    means = [(param.float() + 0.1 * torch.randn(param.shape, generator=draw)).to(mean) for param in params]
+    entries = []
+    for size in sizes:
+        whole = torch.randn(start + torch.Size(size).numel(), generator=draw).square()
+        coded = Logarithmic.of(Diagonal({"w": whole})).coded("w")
+        entries.append(Codes(coded.codes[start:].view(size).to(device), coded.tops.to(device), 0.7, start))
+    return *([each.to(device) for each in role] for role in (grads, params, means)), entries
+
+
+KINDS = [
+    (torch.float32, torch.float32), (torch.float32, torch.bfloat16), (torch.bfloat16, torch.bfloat16),
+    (torch.bfloat16, torch.float32), (torch.float64, torch.float32), (torch.float32, torch.float64),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("start", [0, 7, 1000])
+@pytest.mark.parametrize(("dtype", "mean"), KINDS, ids=str)
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("value", [False, True])
+def test_the_pull_from_codes(device, start, dtype, mean, scaled, value, monkeypatch):
+    monkeypatch.setattr(codes, "PIECE", 1000)
+    grads, params, means, entries = coded_roles(device, dtype, mean, start)
+    scale = torch.tensor(0.3, dtype=dtype, device=device) if scaled else 0.3
+    plain = [[each.double() for each in role] for role in (grads, params, means, [e.unpacked() for e in entries])]
+    exact = plain_pull(*plain, float(scale))
+    found = add_pull_(grads, params, means, entries, scale, value=value)
+    within = 1e-2 if dtype == torch.bfloat16 else 1e-5
+    for grad, other in zip(grads, plain[0], strict=True):
+        torch.testing.assert_close(grad.double(), other, rtol=within, atol=within)
+    assert found is None or float(found) == pytest.approx(float(exact), rel=1e-5)
+    assert not value or found is not None
+    assert float(half_squares(params, means, entries)) == pytest.approx(float(exact), rel=1e-5)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kinds", KINDS, ids=str)
+def test_the_pull_of_numbers_in_half_precision_is_computed_in_float32(device, kinds):
+    """A pull by bfloat16 arithmetic is off by 2⁻⁸; this one is rounded once, as it is added."""
+    dtype, narrow = kinds
+    grads, params, means, entries = coded_roles(device, dtype, narrow)
+    entries = [entry.unpacked().to(narrow) for entry in entries]
+    zeros = [torch.zeros_like(grad) for grad in grads]
+    exact = [0.5 * e.double() * (p.double() - m.double()) for p, m, e in zip(params, means, entries, strict=True)]
+    add_pull_(zeros, params, means, entries, 0.5)
+    for found, other in zip(zeros, exact, strict=True):
+        torch.testing.assert_close(found.double(), other.to(dtype).double(), rtol=2e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("dtype", "mean"), KINDS, ids=str)
+@pytest.mark.parametrize("each", [False, True])
+def test_the_step_from_codes(device, dtype, mean, each, monkeypatch):
+    monkeypatch.setattr(codes, "PIECE", 1000)
+    _, params, means, entries = coded_roles(device, dtype, mean, 7)
+    scales = [
+        torch.rand(p.shape, generator=torch.Generator().manual_seed(8)).to(device) if each else 3.0 for p in params
+    ]
+    exact = [
+        m.double() + (p.double() - m.double()) / (1 + e.unpacked().double() * s)
+        for p, m, e, s in zip(params, means, entries, scales, strict=True)
+    ]
+    shrink_(params, means, entries, scales)
+    within = 5e-3 if dtype == torch.bfloat16 else 1e-6
+    for one, other in zip(params, exact, strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=within, atol=within)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_rows_of_several_dtypes_and_factors_and_those_without_entries(device):
+    """On a GPU they are several launches, and where nothing is left there is none."""
+    lots = [coded_roles(device, *kinds) for kinds in KINDS[:3]]
+    grads, params, means, entries = ([each for lot in lots for each in lot[role]] for role in range(4))
+    entries = [entry._replace(factor=2.0) if row % 2 else entry for row, entry in enumerate(entries)]
+    entries[:3] = [entry.unpacked().half() for entry in entries[:3]]
+    plain = [getattr(entry, "unpacked", lambda entry=entry: entry)().double() for entry in entries]
+    others = [[each.double() for each in role] for role in (grads, params, means)]
+    exact = plain_pull(*others, plain, 0.3)
+    found = add_pull_(grads, params, means, entries, 0.3)
+    assert float(found) == pytest.approx(float(exact), rel=1e-5)
+    for grad, other in zip(grads, others[0], strict=True):
+        within = 1e-2 if grad.dtype == torch.bfloat16 else 1e-5
+        torch.testing.assert_close(grad.double(), other, rtol=within, atol=within)
+    empty = [[torch.empty(0, device=device)] for _ in range(4)]
+    assert float(add_pull_(*empty, 0.3)) == 0
+    shrink_(*empty[:3], [0.3])
 
 
 def test_what_one_pass_can_serve():

@@ -16,9 +16,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import holdfast
 from holdfast import ArgumentError, Diagonal, Kronecker, Logarithmic, MismatchError, SingularError, Sum
 from holdfast.devices import full, part
-from holdfast.kernels import add_pull_, codes, half_squares, shrink_
+from holdfast.kernels import add_pull_
 from holdfast.kernels.codes import BLOCK, Codes
-from holdfast.kernels.pull import plain_pull
 from holdfast.posterior.placed import placed
 from holdfast.precision.logarithmic import weights as entries_of
 from precisions import SHAPES, STRUCTURES, aligned, diagonal, vector
@@ -231,81 +230,8 @@ def test_the_smallest_and_the_largest_of_each_dtype(dtype):
 @pytest.mark.parametrize("factor", [1.0, 1e-5, 1e300])
 def test_tops_that_no_number_has_are_refused_and_not_computed(top, factor):
     code, tops = torch.zeros(3, dtype=torch.uint8), torch.tensor([top], dtype=torch.int16)
-    if top == 2305 and factor < 1:
-        assert bool(Logarithmic({"w": code}, {"w": tops}, factor).diagonal()["w"].isfinite().all())
-        return
     with pytest.raises(ArgumentError, match="`w` has values that are not finite"):
         Logarithmic({"w": code}, {"w": tops}, factor)
-
-
-# The pull and the step from codes, against the same in float64, of what the codes read as.
-
-
-def rows(dtype=torch.float32, mean=torch.float32, start=0):
-    sizes = [(300, 70), (5000,), (1,), (0,), (17, 3, 5), ()]
-    draw = generator(5)
-    params = [torch.randn(size, generator=draw).to(dtype) for size in sizes]
-    grads = [torch.randn(size, generator=draw).to(dtype) for size in sizes]
-    means = [(param.float() + 0.1 * torch.randn(param.shape, generator=draw)).to(mean) for param in params]
-    entries = []
-    for size in sizes:
-        whole = torch.randn(start + torch.Size(size).numel(), generator=draw).square()
-        coded = Logarithmic.of(Diagonal({"w": whole})).coded("w")
-        entries.append(Codes(coded.codes[start:].view(size), coded.tops, 0.7, start))
-    return grads, params, means, entries
-
-
-DTYPES = [
-    (torch.float32, torch.float32), (torch.float32, torch.bfloat16), (torch.bfloat16, torch.bfloat16),
-    (torch.bfloat16, torch.float32), (torch.float64, torch.float32), (torch.float32, torch.float64),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("start", [0, 7, 1000])
-@pytest.mark.parametrize(("dtype", "mean"), DTYPES, ids=str)
-@pytest.mark.parametrize("scaled", [False, True])
-@pytest.mark.parametrize("value", [False, True])
-def test_the_pull_from_codes(start, dtype, mean, scaled, value, monkeypatch):
-    monkeypatch.setattr(codes, "PIECE", 1000)
-    grads, params, means, entries = rows(dtype, mean, start)
-    scale = torch.tensor(0.3, dtype=dtype) if scaled else 0.3
-    plain = [[each.double() for each in role] for role in (grads, params, means, [e.unpacked() for e in entries])]
-    exact = plain_pull(*plain, float(scale))
-    found = add_pull_(grads, params, means, entries, scale, value=value)
-    within = 1e-2 if dtype == torch.bfloat16 else 1e-5
-    for grad, other in zip(grads, plain[0], strict=True):
-        torch.testing.assert_close(grad.double(), other, rtol=within, atol=within)
-    assert found is None if not value else float(found) == pytest.approx(float(exact), rel=1e-5)
-    assert float(half_squares(params, means, entries)) == pytest.approx(float(exact), rel=1e-5)
-
-
-@pytest.mark.parametrize("kinds", DTYPES, ids=str)
-def test_the_pull_of_numbers_in_half_precision_is_computed_in_float32(kinds):
-    """A pull by bfloat16 arithmetic is off by 2⁻⁸; this one is rounded once, as it is added."""
-    dtype, narrow = kinds
-    grads, params, means, entries = rows(dtype, narrow)
-    entries = [entry.unpacked().to(narrow) for entry in entries]
-    zeros = [torch.zeros_like(grad) for grad in grads]
-    exact = [0.5 * e.double() * (p.double() - m.double()) for p, m, e in zip(params, means, entries, strict=True)]
-    add_pull_(zeros, params, means, entries, 0.5)
-    for found, other in zip(zeros, exact, strict=True):
-        torch.testing.assert_close(found.double(), other.to(dtype).double(), rtol=2e-6, atol=1e-9)
-
-
-@pytest.mark.parametrize(("dtype", "mean"), DTYPES, ids=str)
-@pytest.mark.parametrize("each", [False, True])
-def test_the_step_from_codes(dtype, mean, each, monkeypatch):
-    monkeypatch.setattr(codes, "PIECE", 1000)
-    _, params, means, entries = rows(dtype, mean, 7)
-    scales = [torch.rand(p.shape, generator=generator(8)) if each else 3.0 for p in params]
-    exact = [
-        m.double() + (p.double() - m.double()) / (1 + e.unpacked().double() * s)
-        for p, m, e, s in zip(params, means, entries, scales, strict=True)
-    ]
-    shrink_(params, means, entries, scales)
-    within = 5e-3 if dtype == torch.bfloat16 else 1e-6
-    for one, other in zip(params, exact, strict=True):
-        torch.testing.assert_close(one.double(), other, rtol=within, atol=within)
 
 
 # Posteriors and memories.

@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 
 from .codes import BLOCK, Codes, bounds, piece
-from .products import has_triton
+from .launches import chosen, launches
 
 Tensors = Sequence[Tensor]
 Entries = Sequence[Tensor | Codes]  # of Λ
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # the kernel adds in float32
 WIDE = (torch.float32, torch.float64)
 
 
@@ -53,16 +52,18 @@ def add_pull_(
     grads: Tensors, params: Tensors, means: Tensors, entries: Entries, scale: float | Tensor, *, value: bool = True
 ) -> Tensor | None:
     """Add scale · entries ∘ (params − means) to the gradients; returns ½ Σ entries (params − means)² if asked for."""
+    lots = launches(grads, params, means, entries=entries)
+    if lots is not None:
+        from .triton_pull import pull
+
+        found = []
+        for rows in lots:
+            mine, held, centers, weights = chosen(rows, grads, params, means, entries)
+            found.append(pull(mine, held, centers, weights, scale))
+        return found[0] if len(found) == 1 else sum(found, start=torch.zeros((), device=grads[0].device))
     plain = [tensor for role in (grads, params, means, entries) for tensor in role if isinstance(tensor, Tensor)]
     alike = len(plain) == 4 * len(grads) and all(tensor.dtype == grads[0].dtype for tensor in plain)
     runs = all(tensor.is_contiguous() for tensor in plain)
-    fits = alike and runs and grads[0].is_cuda and grads[0].dtype in DTYPES and has_triton()
-    # A recorded step would find the addresses of its own tensors in memory that is someone else's by then.
-    fits = fits and not torch.cuda.is_current_stream_capturing()
-    if fits and all(tensor.numel() < 2**31 for tensor in grads):
-        from .triton_pull import pull
-
-        return pull(grads, params, means, plain[-len(grads) :], scale)
     if runs and (grads[0].device.type == "cpu" or not alike or grads[0].dtype not in WIDE):
         return pull_in_pieces(grads, params, means, entries, scale, value=value)
     return plain_pull(grads, params, means, plain[-len(grads) :], scale)

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
-from .products import has_triton
-from .pull import DTYPES, Entries, Room, Tensors, in_one_pass, pieces
+from .launches import chosen, launches
+from .pull import Entries, Room, Tensors, pieces
 
 
 def shrink_(params: Tensors, means: Tensors, entries: Entries, scales: Sequence[float | Tensor]) -> None:
@@ -19,18 +18,18 @@ def shrink_(params: Tensors, means: Tensors, entries: Entries, scales: Sequence[
 
     Of plain tensors on one device, contiguous; of several dtypes, if need be, and Λ in codes.
     """
-    first, scale = params[0], scales[0]
-    plain = [entry for entry in entries if isinstance(entry, Tensor)]
+    scale = scales[0]
     one = all(not isinstance(each, Tensor) and each == scale for each in scales)
-    fits = first.is_cuda and first.dtype in DTYPES and has_triton() and all(each.numel() < 2**31 for each in params)
-    # A recorded step would find the addresses of its own tensors in memory that is someone else's by then.
-    if fits and one and in_one_pass(params, means, entries) and not torch.cuda.is_current_stream_capturing():
+    lots = launches(params, means, entries=entries) if one else None
+    if lots is not None:
         from .triton_shrink import shrink
 
-        return shrink(params, means, plain, float(scale))
+        for rows in lots:
+            held, centers, weights = chosen(rows, params, means, entries)
+            shrink(held, centers, weights, float(scale))
+        return
     room = Room(params, means, entries)
     for param, mean, entry, each in pieces(params, means, entries, scales):
         delta, weight = room.difference(param, mean), room.scaled(entry, each)
         delta.mul_(weight)
         param.addcdiv_(delta, weight.add_(1), value=-1)
-    return None

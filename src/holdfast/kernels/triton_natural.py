@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .triton_tensors import BLOCK, blocks, pointers
+from .triton_tensors import TILE, pointers, tiles
 
 Tensors = Sequence[Tensor]
 
@@ -103,8 +103,7 @@ def step(roles: Sequence[Tensors], lr: float, momentum: float, memory: float, co
 
 def _launch(kernel: Any, roles: Sequence[Tensors], *numbers: float) -> None:
     device = roles[0][0].device
-    sizes, owners, starts = blocks(tuple(tensor.numel() for tensor in roles[0]), device)
+    sizes, owners, starts = tiles(tuple(tensor.numel() for tensor in roles[0]), (0,) * len(roles[0]), device)
+    table = pointers(tuple(tensor.data_ptr() for role in roles for tensor in role), device)
     with torch.cuda.device(device):
-        kernel[(len(owners),)](
-            pointers(*roles), sizes, owners, starts, len(roles[0]), *numbers, BLOCK=BLOCK, num_warps=8
-        )
+        kernel[(len(owners),)](table, sizes, owners, starts, len(roles[0]), *numbers, BLOCK=TILE, num_warps=8)

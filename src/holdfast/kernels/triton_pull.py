@@ -9,48 +9,48 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .triton_tensors import BLOCK, DTYPES, blocks, pointers
+from .codes import Codes
+from .triton_roles import DTYPES, Lot, numbers, places, weights
 
 
 @triton.jit
 def _kernel(
-    pointers, sizes, owners, starts, partial, factor, scale, tensors,
-    DTYPE: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr,
+    pointers, sizes, owners, starts, octave, partial, factor, scale, tensors,
+    GRAD: tl.constexpr, PARAM: tl.constexpr, MEAN: tl.constexpr, ENTRY: tl.constexpr, CODED: tl.constexpr,
+    SCALED: tl.constexpr,
 ):  # fmt: skip
-    block = tl.program_id(0)
-    owner = tl.load(owners + block)
-    place = tl.load(starts + block) + tl.arange(0, BLOCK)
-    inside = place < tl.load(sizes + owner)
-    grad_at = tl.load(pointers + owner).to(tl.pointer_type(DTYPE)) + place
-    param_at = tl.load(pointers + tensors + owner).to(tl.pointer_type(DTYPE)) + place
-    mean_at = tl.load(pointers + 2 * tensors + owner).to(tl.pointer_type(DTYPE)) + place
-    entry_at = tl.load(pointers + 3 * tensors + owner).to(tl.pointer_type(DTYPE)) + place
-    delta = tl.load(param_at, mask=inside, other=0.0).to(tl.float32)
-    delta -= tl.load(mean_at, mask=inside, other=0.0).to(tl.float32)
-    pull = delta * tl.load(entry_at, mask=inside, other=0.0).to(tl.float32)
-    grad = tl.load(grad_at, mask=inside, other=0.0).to(tl.float32)
+    tile = tl.program_id(0)
+    owner = tl.load(owners + tile)
+    start, size = tl.load(starts + tile), tl.load(sizes + owner)
+    place = places(start)
+    inside = (place >= 0) & (place < size)
+    at = pointers + owner
+    delta = numbers(at + tensors, place, inside, PARAM) - numbers(at + 2 * tensors, place, inside, MEAN)
+    entry = weights(at + 3 * tensors, at + 4 * tensors, octave, start, size, place, inside, ENTRY, CODED)
+    pull = delta * entry
+    grad = numbers(at, place, inside, GRAD)
     if SCALED:
         scale = scale * tl.load(factor).to(tl.float32)
-    tl.store(grad_at, (grad + scale * pull).to(DTYPE), mask=inside)
-    tl.store(partial + block, tl.sum(0.5 * delta * pull))
+    tl.store(tl.load(at).to(tl.pointer_type(GRAD)) + place, (grad + scale * pull).to(GRAD), mask=inside)
+    tl.store(partial + tile, tl.sum(0.5 * delta * pull))
 
 
 def pull(
     grads: Sequence[Tensor],
     params: Sequence[Tensor],
     means: Sequence[Tensor],
-    entries: Sequence[Tensor],
+    entries: Sequence[Tensor | Codes],
     scale: float | Tensor,
 ) -> Tensor:
     """Add scale · entries ∘ (params − means) to the gradients; returns ½ Σ entries (params − means)²."""
-    device = grads[0].device
-    sizes, owners, starts = blocks(tuple(grad.numel() for grad in grads), device)
-    table = pointers(grads, params, means, entries)
-    partial = torch.empty(len(owners), dtype=torch.float32, device=device)
+    lot = Lot.of(grads, params, means, entries=entries)
+    partial = torch.empty(len(lot.owners), dtype=torch.float32, device=grads[0].device)
     scaled = isinstance(scale, Tensor)
-    with torch.cuda.device(device):
-        _kernel[(len(owners),)](
-            table, sizes, owners, starts, partial, scale if scaled else partial, 1.0 if scaled else scale,
-            len(grads), DTYPE=DTYPES[grads[0].dtype], SCALED=scaled, BLOCK=BLOCK, num_warps=8,
+    dtypes = [DTYPES[role[0].dtype] for role in (grads, params, means)]
+    entry = None if isinstance(entries[0], Codes) else DTYPES[entries[0].dtype]
+    with torch.cuda.device(grads[0].device):
+        _kernel[(len(lot.owners),)](
+            *lot[:5], partial, scale if scaled else partial, 1.0 if scaled else scale, len(grads),
+            *dtypes, entry, lot.coded, scaled, num_warps=8,
         )  # fmt: skip
     return partial.sum()

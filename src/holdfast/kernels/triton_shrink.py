@@ -9,30 +9,34 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .triton_tensors import BLOCK, DTYPES, blocks, pointers
+from .codes import Codes
+from .triton_roles import DTYPES, Lot, numbers, places, weights
 
 
 @triton.jit
-def _kernel(pointers, sizes, owners, starts, scale, tensors, DTYPE: tl.constexpr, BLOCK: tl.constexpr):
-    block = tl.program_id(0)
-    owner = tl.load(owners + block)
-    place = tl.load(starts + block) + tl.arange(0, BLOCK)
-    inside = place < tl.load(sizes + owner)
-    param_at = tl.load(pointers + owner).to(tl.pointer_type(DTYPE)) + place
-    mean_at = tl.load(pointers + tensors + owner).to(tl.pointer_type(DTYPE)) + place
-    entry_at = tl.load(pointers + 2 * tensors + owner).to(tl.pointer_type(DTYPE)) + place
-    param = tl.load(param_at, mask=inside, other=0.0).to(tl.float32)
-    delta = param - tl.load(mean_at, mask=inside, other=0.0).to(tl.float32)
-    entry = scale * tl.load(entry_at, mask=inside, other=0.0).to(tl.float32)
-    tl.store(param_at, (param - delta * (entry / (1.0 + entry))).to(DTYPE), mask=inside)
+def _kernel(
+    pointers, sizes, owners, starts, octave, scale, tensors,
+    PARAM: tl.constexpr, MEAN: tl.constexpr, ENTRY: tl.constexpr, CODED: tl.constexpr,
+):  # fmt: skip
+    tile = tl.program_id(0)
+    owner = tl.load(owners + tile)
+    start, size = tl.load(starts + tile), tl.load(sizes + owner)
+    place = places(start)
+    inside = (place >= 0) & (place < size)
+    at = pointers + owner
+    param = numbers(at, place, inside, PARAM)
+    delta = param - numbers(at + tensors, place, inside, MEAN)
+    entry = weights(at + 2 * tensors, at + 3 * tensors, octave, start, size, place, inside, ENTRY, CODED) * scale
+    shrunk = (param - delta * (entry / (1.0 + entry))).to(PARAM)
+    tl.store(tl.load(at).to(tl.pointer_type(PARAM)) + place, shrunk, mask=inside)
 
 
-def shrink(params: Sequence[Tensor], means: Sequence[Tensor], entries: Sequence[Tensor], scale: float) -> None:
+def shrink(params: Sequence[Tensor], means: Sequence[Tensor], entries: Sequence[Tensor | Codes], scale: float) -> None:
     """params ← params − (params − means) · scale · entries / (1 + scale · entries)."""
-    device = params[0].device
-    sizes, owners, starts = blocks(tuple(param.numel() for param in params), device)
-    with torch.cuda.device(device):
-        _kernel[(len(owners),)](
-            pointers(params, means, entries), sizes, owners, starts, scale, len(params),
-            DTYPE=DTYPES[params[0].dtype], BLOCK=BLOCK, num_warps=8,
+    lot = Lot.of(params, means, entries=entries)
+    entry = None if isinstance(entries[0], Codes) else DTYPES[entries[0].dtype]
+    with torch.cuda.device(params[0].device):
+        _kernel[(len(lot.owners),)](
+            *lot[:5], scale, len(params),
+            DTYPES[params[0].dtype], DTYPES[means[0].dtype], entry, lot.coded, num_warps=8,
         )  # fmt: skip

@@ -54,7 +54,8 @@ class Logarithmic(Precision):
                     "holdfast.Logarithmic.of(diagonal) makes them."
                 )
             # Half a step beyond the largest number is how far it may have been rounded.
-            if blocks and self.factor and int(tops.max()) + STEPS * log2(self.factor) > STEPS * log2(LARGEST) + 0.6:
+            scaled = max(0.0, STEPS * log2(self.factor)) if self.factor else 0.0
+            if blocks and int(tops.max()) + scaled > STEPS * log2(LARGEST) + 0.6:
                 raise ArgumentError(f"`{name}` has values that are not finite.")
 
     @staticmethod
