@@ -1,14 +1,15 @@
 """What a memory costs in each storage: bytes a parameter, time of a held step, and what is kept of the old task.
 
     python benchmarks/storage.py --threads 1 --out benchmarks/results/storage-cpu.json
-    python benchmarks/storage.py --model gpt-large --rounds 5 --seeds 0 --out benchmarks/results/storage-h200.json
+    python benchmarks/storage.py --model gpt-large --optimizers Adam --rounds 4 --seeds 0 \\
+        --out benchmarks/results/storage-h200.json
     python benchmarks/storage.py --plan        # bytes and seconds for models of 7 and 70 billion, by arithmetic
 
 The time is of a step of a 2×1000 perceptron on a batch of 128, or on a GPU of a GPT of 163 million parameters, as a
 ratio to the plain step: all run interleaved in one process, and a ratio is the median over rounds of (time / the plain
-step's time in that round). What is kept is measured
-on scikit-learn's digits with their pixels in another order as the second task, and two classes after two others with
-outputs of their own; the exact diagonal Fisher, SGD with momentum, strength 100.
+step's time in that round). What is kept is measured on scikit-learn's digits with their pixels in another order as the
+second task, and two classes after two others with outputs of their own; the exact diagonal Fisher, SGD with momentum,
+strength 100.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def bytes_each(known: holdfast.Posterior) -> float:
     return sum(tensor.nbytes for tensor in kept) / sum(value.numel() for value in known.mean.values())
 
 
-def timed(setting: Setting, rounds: int, device: str) -> dict[str, Any]:
+def timed(setting: Setting, names: list[str], rounds: int, device: str) -> dict[str, Any]:
     """Held steps of each storage and optimizer, on the device and from the CPU, against plain ones."""
     torch.manual_seed(0)
     model = setting.make().to(device)
@@ -63,13 +64,13 @@ def timed(setting: Setting, rounds: int, device: str) -> dict[str, Any]:
         start.mean, holdfast.Diagonal({name: torch.rand_like(value) for name, value in start.mean.items()})
     )
     ways: dict[tuple[str, str, bool], holdfast.Posterior | None] = {}
-    for name in OPTIMIZERS:
+    for name in names:
         ways[name, "", False] = None
         for stored, change in STORED.items():
             ways[name, stored, False] = change(known)
             if device != "cpu":
-                ways[name, stored, True] = change(known)
-    optimizers = {name: make(model.parameters(), device != "cpu") for name, make in OPTIMIZERS.items()}
+                ways[name, stored, True] = change(known).to("cpu")
+    optimizers = {name: OPTIMIZERS[name](model.parameters(), device != "cpu") for name in names}
     times: dict[tuple[str, str, bool], list[float]] = {way: [] for way in ways}
     for turn in range(rounds + 2):
         for way, posterior in ways.items():
@@ -253,6 +254,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--plan", action="store_true", help="print the plan on paper, and measure nothing")
     parser.add_argument("--model", default="mlp", choices=list(SETTINGS))
+    parser.add_argument("--optimizers", nargs="+", default=list(OPTIMIZERS), choices=list(OPTIMIZERS))
     parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--seeds", type=int, default=3, help="for what is kept; 0 for the time alone")
     parser.add_argument("--threads", type=int, help="of the CPU")
@@ -269,7 +271,7 @@ def main() -> None:
     found = {
         "device": name, "torch": torch.__version__, "python": platform.python_version(),
         "holdfast": holdfast.__version__, "date": date.today().isoformat(), "rounds": options.rounds,
-        "model": options.model, "timed": timed(SETTINGS[options.model], options.rounds, options.device),
+        "model": options.model, "timed": timed(SETTINGS[options.model], options.optimizers, options.rounds, options.device),
         "runs": [
             run for protocol in ("digits", "digits-task") for seed in range(options.seeds)
             for run in learned(protocol, seed)

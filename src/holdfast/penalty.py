@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from .devices import full, part, tensor_cores
 from .errors import InertError
-from .kernels import add_pull_, half_squares, in_one_pass, in_runs, takes_pull
+from .kernels import add_pull_, half_squares, in_one_pass, in_runs
 from .kernels.pull import Entries, Tensors
 from .params import matched, shapes
 from .pieces import in_pieces, laid_out
@@ -145,11 +145,20 @@ class Quadratic:
             return found
 
     def add_gradient_(
-        self, model: nn.Module, scale: float | Tensor, only: Collection[int], *, value: bool = True
+        self,
+        model: nn.Module,
+        scale: float | Tensor,
+        only: Collection[int],
+        *,
+        value: bool = True,
+        held: Mapping[str, nn.Parameter] | None = None,
     ) -> Tensor:
-        """As every term's. Where the value is not asked for, zero may come in its place."""
+        """As every term's. Where the value is not asked for, zero may come in its place.
+
+        `held` is what it holds of the model, where that was just looked up.
+        """
         with torch.no_grad():
-            params = self.held(model)
+            params = self.held(model) if held is None else held
             mine = {name: parameter for name, parameter in params.items() if id(parameter) in only}
             if not mine and not (params and value):
                 return torch.zeros(())
@@ -180,9 +189,9 @@ class Quadratic:
                 found = add_pull_([grad], [parameter], [mean], [entry], scale, value=value)
                 nats = nats if found is None else nats + found
             return nats
-        if not takes_pull(grads, held, means, entries):
-            return None
         found = add_pull_(grads, held, means, entries, scale, value=value)
+        if found is NotImplemented:
+            return None
         return torch.zeros(()) if found is None else found
 
     def _half_squares(self, params: Mapping[str, nn.Parameter]) -> Tensor | None:

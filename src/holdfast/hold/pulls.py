@@ -80,7 +80,8 @@ class Pulls:
     def found(self) -> dict[str, nn.Parameter]:
         """The parameters that there are to hold, as the model is now."""
         resharded(self._model)  # an evaluation between a backward pass and the step has made it whole
-        return {name: parameter for term in self._terms for name, parameter in term.held(self._model).items()}
+        self._by_term = [term.held(self._model) for term in self._terms]
+        return {name: parameter for mine in self._by_term for name, parameter in mine.items()}
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         if not self._under_way.begins(optimizer, sys._getframe(1)):
@@ -140,11 +141,11 @@ class Pulls:
         for quadratic in (each for each in self._terms if own and value and isinstance(each, Quadratic)):
             nats = nats + quadratic.value(self._model)
         value = value or not watch.satisfied
-        for term in (each for each in self._terms if not (own and isinstance(each, Quadratic))):
-            if isinstance(term, Quadratic):
-                nats = nats + term.add_gradient_(self._model, factor, ours, value=value)
-            else:
+        for term, mine in zip(self._terms, self._by_term, strict=True):
+            if not isinstance(term, Quadratic):
                 nats = nats + term.add_gradient_(self._model, factor, ours)
+            elif not own:
+                nats = nats + term.add_gradient_(self._model, factor, ours, value=value, held=mine)
         if not watch.satisfied and scale != 0 and bool(nats > 0):
             watch.before(self.held, ours)
         if self._rotation is not None:

@@ -43,30 +43,33 @@ def in_runs(*roles: Entries) -> bool:
     )
 
 
-def takes_pull(*roles: Entries) -> bool:
-    """Whether `add_pull_` can serve gradients, parameters, means and entries as they are."""
-    return in_runs(*roles) or (in_one_pass(*roles) and getattr(roles[0][0], "dtype", None) in WIDE)
-
-
 def add_pull_(
     grads: Tensors, params: Tensors, means: Tensors, entries: Entries, scale: float | Tensor, *, value: bool = True
-) -> Tensor | None:
-    """Add scale · entries ∘ (params − means) to the gradients; returns ½ Σ entries (params − means)² if asked for."""
+) -> Any:
+    """Add scale · entries ∘ (params − means) to the gradients; returns ½ Σ entries (params − means)² if asked for.
+
+    NotImplemented, and nothing is done, where tensors are such as none of its ways can serve.
+    """
     lots = launches(grads, params, means, entries=entries)
     if lots is not None:
-        from .triton_pull import pull
-
-        found = []
-        for rows in lots:
-            mine, held, centers, weights = chosen(rows, grads, params, means, entries)
-            found.append(pull(mine, held, centers, weights, scale))
-        return found[0] if len(found) == 1 else sum(found, start=torch.zeros((), device=grads[0].device))
-    plain = [tensor for role in (grads, params, means, entries) for tensor in role if isinstance(tensor, Tensor)]
-    alike = len(plain) == 4 * len(grads) and all(tensor.dtype == grads[0].dtype for tensor in plain)
-    runs = all(tensor.is_contiguous() for tensor in plain)
-    if runs and (grads[0].device.type == "cpu" or not alike or grads[0].dtype not in WIDE):
+        return _pull_in_launches(lots, grads, params, means, entries, scale)
+    one = in_one_pass(grads, params, means, entries) and grads[0].dtype in WIDE
+    if not (one and grads[0].device.type != "cpu") and in_runs(grads, params, means, entries):
         return pull_in_pieces(grads, params, means, entries, scale, value=value)
-    return plain_pull(grads, params, means, plain[-len(grads) :], scale)
+    plain = [entry for entry in entries if isinstance(entry, Tensor)]
+    return plain_pull(grads, params, means, plain, scale) if one else NotImplemented
+
+
+def _pull_in_launches(
+    lots: list[list[int]], grads: Tensors, params: Tensors, means: Tensors, entries: Entries, scale: float | Tensor
+) -> Tensor:
+    from .triton_pull import pull
+
+    found = []
+    for rows in lots:
+        mine, held, centers, weights = chosen(rows, grads, params, means, entries)
+        found.append(pull(mine, held, centers, weights, scale))
+    return found[0] if len(found) == 1 else sum(found, start=torch.zeros((), device=grads[0].device))
 
 
 def plain_pull(grads: Tensors, params: Tensors, means: Tensors, entries: Tensors, scale: float | Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import log2
 from typing import Any, Self
 
@@ -80,6 +81,11 @@ class Logarithmic(Precision):
             codes[name], tops[name] = spread(here, entries), top
         return Logarithmic(codes, tops, 1.0, diagonal.sources)
 
+    @cached_property
+    def _runs(self) -> dict[str, Codes]:
+        """What was asked for before: at every step of a hold."""
+        return {}
+
     @property
     def shapes(self) -> dict[str, torch.Size]:
         return {name: codes.shape for name, codes in self.codes.items()}
@@ -94,10 +100,12 @@ class Logarithmic(Precision):
 
     def coded(self, name: str) -> Codes | Tensor:
         """What this process has of a parameter's entries: in codes, if they follow each other, and else read."""
-        codes, start = self.codes[name], box(self.codes[name]).start
-        if start is None:
-            return part(self._read(name))
-        return Codes(part(codes).contiguous(), self.tops[name], self.factor, start)
+        if name not in self._runs:
+            codes, start = self.codes[name], box(self.codes[name]).start
+            if start is None:
+                return part(self._read(name))
+            self._runs[name] = Codes(part(codes).contiguous(), self.tops[name], self.factor, start)
+        return self._runs[name]
 
     def unpacked(self) -> Diagonal:
         """The same in ordinary numbers, four bytes each."""
