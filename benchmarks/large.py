@@ -159,6 +159,12 @@ def table(results: list[dict[str, Any]]) -> str:
         cells = [each["parts"][name] for each in results]
         shown = [f"{cell['seconds']:.1f} | {cell.get('peak_gib', float('nan')):.1f}" for cell in cells]
         lines.append(f"| {name} | " + " | ".join(shown) + " |")
+    for said, cell in (
+        ("the memory", lambda each: f"{each['memory_bytes'] / 1e9:.1f} GB | "),
+        ("a plain step", lambda each: f"{each['step']['plain_seconds']:.3f} | "),
+        ("a held one", lambda each: f"{each['step']['held_seconds']:.3f}, ratio {each['step']['ratio']:.2f} | "),
+    ):
+        lines.append(f"| {said} | " + " | ".join(cell(each) for each in results) + " |")
     return "\n".join(lines)
 
 

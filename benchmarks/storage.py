@@ -271,7 +271,8 @@ def main() -> None:
     found = {
         "device": name, "torch": torch.__version__, "python": platform.python_version(),
         "holdfast": holdfast.__version__, "date": date.today().isoformat(), "rounds": options.rounds,
-        "model": options.model, "timed": timed(SETTINGS[options.model], options.optimizers, options.rounds, options.device),
+        "model": options.model,
+        "timed": timed(SETTINGS[options.model], options.optimizers, options.rounds, options.device),
         "runs": [
             run for protocol in ("digits", "digits-task") for seed in range(options.seeds)
             for run in learned(protocol, seed)

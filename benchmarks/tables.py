@@ -299,11 +299,20 @@ def trainers() -> list[str]:
 
 
 def distributed() -> list[str]:
+    from large import table as large_table
     from storage import plan, table
 
-    found = json.loads((RESULTS / "storage-cpu.json").read_text(encoding="utf-8"))
-    said = f"{found['device']}, torch {found['torch']}, {found['date']}; a step as a ratio to the plain one:"
-    return [said, "", table(found), "", "On paper:", "", plan()]
+    lines = []
+    for name in ("storage-cpu", "storage-h200"):
+        found = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+        said = f"{found['device']}, torch {found['torch']}, {found['date']}; a step as a ratio to the plain one"
+        size = f"{found['timed']['parameters'] / 1e6:.1f} M parameters"
+        lines += [f"{said}, {found.get('model', 'mlp')}, {size}:", "", table(found), ""]
+    runs = [
+        json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8")) for name in ("large-h200", "large-h200-11b")
+    ]
+    lines += [f"{runs[0]['device']}, torch {runs[0]['torch']}, {runs[0]['date']}, weights in bfloat16:", ""]
+    return [*lines, large_table(runs), "", "On paper:", "", plan()]
 
 
 def diagonals(protocols: tuple[str, ...]) -> list[str]:

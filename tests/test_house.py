@@ -11,7 +11,7 @@ import holdfast
 
 ROOT = Path(holdfast.__file__).parent
 ORDER = [
-    "errors", "devices", "identity", "params", "pieces", "ranks", "steps", "untouched", "elsewhere", "kernels",
+    "errors", "devices", "pieces", "identity", "params", "ranks", "steps", "untouched", "elsewhere", "kernels",
     "likelihood", "precision", "curvature", "diagnose", "probes", "posterior", "penalty", "rise", "hold", "distill",
     "forecast", "file", "folder", "head", "variational", "predictive", "pruning", "storage", "integrations", "bench",
     "report", "cli",

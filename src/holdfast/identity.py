@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .devices import full
+from .devices import full, part
+from .pieces import box, layout, settled, summed
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # Entries at once: on the CPU few enough for temporaries to stay in its cache, elsewhere many for few calls.
@@ -40,12 +42,33 @@ def _mixed(numbers: Tensor) -> Tensor:
 
 
 def fingerprints(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """A short identity of each tensor: its form, its bits, and where they are."""
-    found = {}
+    """A short identity of each tensor: its form, its bits, and where they are.
+
+    Of tensors in pieces each process sums over its own: they have the identity that they have whole.
+    """
+    together: dict[Any, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
-        total = int(_weighted(_integers(full(tensor.detach())).reshape(1, -1)))
-        found[name] = digest(f"{tuple(tensor.shape)} {tensor.dtype} {total}")[:16]
-    return found
+        here = full(tensor.detach()) if tensor.is_complex() else settled(tensor.detach())
+        together.setdefault((layout(here), here.device), {})[name] = here
+    totals: dict[str, int] = {}
+    for mine in together.values():  # read off a device, or summed over processes, once for all
+        sums = torch.stack([_total(tensor) for tensor in mine.values()])
+        totals |= zip(mine, summed(sums, next(iter(mine.values()))).tolist(), strict=True)
+    return {
+        name: digest(f"{tuple(tensor.shape)} {tensor.dtype} {totals[name]}")[:16] for name, tensor in tensors.items()
+    }
+
+
+def _total(tensor: Tensor) -> Tensor:
+    """What this process has of a tensor, as a number."""
+    mine, where = _integers(part(tensor)).reshape(-1), box(tensor)
+    if where.start is not None:
+        return _weighted(mine.unsqueeze(0), where.start).squeeze(0)
+    total = torch.zeros((), dtype=torch.int64, device=mine.device)
+    for first in range(0, len(mine), _LARGE_CHUNK):
+        chunk = mine[first : first + _LARGE_CHUNK]
+        total += (chunk * (2 * where.places(first, first + len(chunk), mine.device) + 1)).sum()
+    return total
 
 
 def fingerprint(tensors: Mapping[str, Tensor]) -> str:
@@ -60,7 +83,7 @@ def _integers(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(_BITS[tensor.element_size()])
 
 
-def _weighted(rows: Tensor) -> Tensor:
+def _weighted(rows: Tensor, begin: int = 0) -> Tensor:
     """Each row's integers summed with weights by place, wrapping around: nothing rounds it, on any device.
 
     The weights are odd: an even one would push the highest bit, a float's sign, out of the sum.
@@ -68,6 +91,6 @@ def _weighted(rows: Tensor) -> Tensor:
     total = torch.zeros(rows.shape[0], dtype=torch.int64, device=rows.device)
     width = max(1, _CHUNK.get(rows.device.type, _LARGE_CHUNK) // max(1, rows.shape[0]))
     for index, chunk in enumerate(torch.split(rows, width, dim=1)):
-        start = index * width
+        start = begin + index * width
         total += (chunk * (2 * torch.arange(start, start + chunk.shape[1], device=rows.device) + 1)).sum(1)
     return total

@@ -109,6 +109,32 @@ def largest(value: Tensor, like: Any) -> Tensor:
     return found
 
 
+def summed(value: Tensor, like: Any) -> Tensor:
+    """The sum of what the processes have that hold different pieces of `like`; copies count once."""
+    if not in_pieces(like):
+        return value
+    from torch.distributed.tensor import DTensor, Partial, Replicate
+
+    ways = [Replicate() if each.is_replicate() else Partial() for each in like.placements]
+    found: Tensor = full(DTensor.from_local(value, like.device_mesh, ways, run_check=False))
+    return found
+
+
+def settled(tensor: Any) -> Tensor:
+    """A tensor without sums over processes that are yet to be made."""
+    if in_pieces(tensor) and any(each.is_partial() for each in tensor.placements):
+        from torch.distributed.tensor import Replicate
+
+        tensor = tensor.redistribute(placements=[Replicate() if p.is_partial() else p for p in tensor.placements])
+    found: Tensor = tensor
+    return found
+
+
+def layout(tensor: Any) -> Any:
+    """How a tensor is spread over processes: the same for those that are spread alike; None for a whole one."""
+    return (tensor.device_mesh, tuple(tensor.placements)) if in_pieces(tensor) else None
+
+
 def placed(value: Tensor, parameter: Any) -> Tensor:
     """A tensor where a parameter is: on its device, in its dtype, and in pieces as it is."""
     return cut(value.to(device=parameter.device, dtype=parameter.dtype).contiguous(), parameter)

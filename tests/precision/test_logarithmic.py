@@ -11,11 +11,12 @@ import torch
 from safetensors import safe_open
 from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import holdfast
 from holdfast import ArgumentError, Diagonal, Kronecker, Logarithmic, MismatchError, SingularError, Sum
 from holdfast.devices import full, part
+from holdfast.identity import fingerprints
 from holdfast.kernels import add_pull_
 from holdfast.kernels.codes import BLOCK, Codes
 from holdfast.posterior.placed import placed
@@ -461,6 +462,8 @@ def pieces_of(world: int) -> dict:
         cut = Logarithmic.of(Diagonal({"w": entries}))
         whole = Logarithmic.of(large()).cut({"w": entries})
         (mine,) = entries_of(cut, {"w": entries})
+        shares = large().entries["w"] / mesh.size()  # powers of two: nothing is rounded
+        due = DTensor.from_local(shares, mesh, [Partial()] * mesh.ndim, run_check=False)
         found[name] = {
             "codes": full(cut.codes["w"]),
             "tops": cut.tops["w"],
@@ -468,6 +471,7 @@ def pieces_of(world: int) -> dict:
             "cut": full(whole.diagonal()["w"]),
             "product": full(cut.matvec({"w": entries})["w"]),
             "run": isinstance(mine, Codes),
+            "mark": fingerprints({"w": entries, "summed": due}),
             "here": torch.equal(mine.unpacked() if isinstance(mine, Codes) else mine, part(cut.diagonal()["w"])),
         }
     return found
@@ -533,6 +537,13 @@ def test_codes_made_in_pieces_are_those_of_the_whole(found, how):
 def test_what_is_too_small_for_one_rank_is_refused_on_all(found):
     for rank in found["too_small_for_one"]:
         assert "`w` has values too small" in rank["said"]
+
+
+@pytest.mark.parametrize(("world", "layout"), [(w, name) for w, each in LAYOUTS.items() for name in each], ids=str)
+def test_what_is_in_pieces_has_the_fingerprint_it_has_whole(found, world, layout):
+    (whole,) = fingerprints(large().entries).values()
+    for rank in found["two_pieces" if world == 2 else "four_pieces"]:
+        assert rank[layout]["mark"] == {"w": whole, "summed": whole}
 
 
 @pytest.mark.parametrize(("world", "layout"), [(w, name) for w, each in LAYOUTS.items() for name in each], ids=str)

@@ -13,6 +13,7 @@ from ..devices import full
 from ..errors import ArgumentError
 from ..likelihood import Likelihood
 from ..params import trainable, unwrapped
+from ..pieces import in_pieces
 from ..precision import Diagonal
 from ..ranks import Ranks, ranks_of
 from .batches import Forward, read
@@ -119,9 +120,14 @@ def _add_squares_(
 ) -> None:
     for name in list(grads):
         # Sequence-parallel gradients are sums yet to be made. Arithmetic on DTensors makes them; shards would not do.
-        square = grads.pop(name).to(total[name].dtype).square() / divisor
-        total[name].add_(square)
-        fourth[name].add_(square.double().square().sum())
+        square = grads.pop(name).to(total[name].dtype).square()
+        total[name].add_(square, alpha=1 / divisor)
+        norm = (
+            square.double().square().sum()
+            if in_pieces(square)
+            else torch.linalg.vector_norm(square, dtype=torch.float64) ** 2
+        )
+        fourth[name].add_(norm, alpha=divisor**-2)
 
 
 def _relative(variance: float, norm: float) -> float:

@@ -14,7 +14,7 @@ from ..errors import HoldfastError, MemoryFileError, MismatchError
 from ..file import Facts, Keys, Tensors, believed
 from ..identity import digest, fingerprints
 from ..params import some
-from ..pieces import in_pieces
+from ..pieces import in_pieces, settled
 from ..ranks import Ranks, everyone
 from . import disk
 from .manifest import Manifest
@@ -43,9 +43,9 @@ def write(
     try:
         _require_one(said, tensors)
         known = facts()
-        settled = {name: _settled(tensor.detach()) for name, tensor in tensors.items()}
-        rebuilt(known, settled)  # what could not be read again is not written
-        save(Path(path), known, settled)
+        whole = {name: settled(tensor.detach()) for name, tensor in tensors.items()}
+        rebuilt(known, whole)  # what could not be read again is not written
+        save(Path(path), known, whole)
     except HoldfastError:
         raise
     except RuntimeError as error:
@@ -178,13 +178,3 @@ def everywhere(
     if any(each != every[0][1] for _, each in every):
         raise MemoryFileError(f"{differ} on all processes. Let them all read one, from a file system that they share.")
     return cast(Value, value)
-
-
-def _settled(tensor: Any) -> Tensor:
-    """A tensor without sums that are yet to be made."""
-    if in_pieces(tensor) and any(placement.is_partial() for placement in tensor.placements):
-        from torch.distributed.tensor import Replicate
-
-        tensor = tensor.redistribute(placements=[Replicate() if p.is_partial() else p for p in tensor.placements])
-    settled: Tensor = tensor
-    return settled
