@@ -461,6 +461,24 @@ class TestTheGuard:
         gc.collect()
         assert gone() is None
 
+    def test_what_was_held_is_freed_at_once_when_it_is_let_go(self):
+        """Memories are large: they must not wait for the garbage collector, nor steps make work for it."""
+
+        def held():
+            model, posterior, x, y = start()
+            optimizer = torch.optim.Adam(model.parameters())
+            with holdfast.hold(optimizer, model, posterior, num_data=N) as handle:
+                loop(optimizer, model, x, y)
+            return [weakref.ref(each) for each in (model, posterior, optimizer, handle)]
+
+        held()  # what is imported at the first one leaves its frames to the collector
+        gc.collect()
+        gc.disable()
+        try:
+            assert [each() for each in held()] == [None] * 4
+        finally:
+            gc.enable()
+
     def test_no_parameter_in_common_is_an_error(self):
         _, posterior, _, _ = start()
         other = nn.Linear(2, 2)

@@ -91,7 +91,7 @@ def test_it_comes_in_two_buffers_a_piece_at_a_time(monkeypatch):
     bring = Prefetch(CPU)
     for _ in range(2):  # the second time in the buffers of the first
         sizes, places = [], []
-        for param, mean, entry in bring(params, means=means, entries=entries):
+        for (param,), (mean,), (entry,) in bring(params, means=means, entries=entries):
             which = int(param[0] >= 1000)
             at = slice(int(param[0]) - 1000 * which, int(param[-1]) + 1 - 1000 * which)
             assert torch.equal(mean, means[which].view(-1)[at])
@@ -104,6 +104,23 @@ def test_it_comes_in_two_buffers_a_piece_at_a_time(monkeypatch):
         assert sizes == [512, 488, 512, 288]
     assert len(set(places)) == 2
     assert places[::2] == places[:1] * 2
+
+
+def test_small_tensors_come_together(monkeypatch):
+    monkeypatch.setattr(prefetch, "SIZE", 512)
+    sizes = [10, 300, 200, 600, 0, 5, 1, 512]
+    means, entries, params = ([torch.rand(size) for size in sizes] for _ in range(3))
+    entries[1] = Codes(torch.arange(300).to(torch.uint8), torch.arange(2, dtype=torch.int16), 2.0)
+    found = [[mean.clone() for mean in lot] for _, lot, _ in Prefetch(CPU)(params, means=means, entries=entries)]
+    assert [[len(mean) for mean in lot] for lot in found] == [[10, 300, 200], [512], [88, 0, 5, 1], [512]]
+    assert torch.equal(torch.cat([mean for lot in found for mean in lot]), torch.cat(means))
+    read = [
+        entry.unpacked() if isinstance(entry, Codes) else entry.clone()
+        for _, _, lot in Prefetch(CPU)(params, means=means, entries=entries)
+        for entry in lot
+    ]
+    entries[1] = entries[1].unpacked()
+    assert torch.equal(torch.cat(read), torch.cat(entries))
 
 
 class Stream:

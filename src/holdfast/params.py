@@ -54,17 +54,17 @@ def _walked(model: nn.Module, *, apart: bool = False) -> list[tuple[str, nn.Modu
     Names of adapters are hidden too, unless these are to be told `apart`.
     """
     found: list[tuple[str, nn.Module, Collection[str]]] = []
-
-    # At every step of a hold: no generators within generators.
-    def walk(path: list[nn.Module], prefix: str) -> None:
-        hidden = _hidden(path, apart)
-        found.append((prefix, path[-1], hidden))
-        for key, child in path[-1]._modules.items():
-            if child is not None and child not in path:
-                walk([*path, child], prefix if key in hidden else f"{prefix}{key}.")
-
-    walk([model], "")
+    _walk([model], "", apart, found)
     return found
+
+
+def _walk(path: list[nn.Module], prefix: str, apart: bool, found: list[tuple[str, nn.Module, Collection[str]]]) -> None:
+    """Add the last module of a path and all below. At every step of a hold: no generators within generators."""
+    hidden = _hidden(path, apart)
+    found.append((prefix, path[-1], hidden))
+    for key, child in path[-1]._modules.items():
+        if child is not None and child not in path:
+            _walk([*path, child], prefix if key in hidden else f"{prefix}{key}.", apart, found)
 
 
 def _uses(model: nn.Module, *, apart: bool = False) -> Iterator[tuple[str, nn.Parameter]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
@@ -98,7 +98,7 @@ class Brought(Protocol):
     """Means and entries that are elsewhere, brought to the parameters a piece at a time."""
 
     def __call__(self, *roles: Sequence[Any], means: Tensors, entries: Entries) -> Iterator[tuple[Any, ...]]:
-        """Pieces of the roles, each with those of the mean and of the entries, where the roles are."""
+        """Lots of pieces, role by role, with those of the means and of the entries, where the roles are."""
 
 
 @dataclass(frozen=True)
@@ -181,18 +181,18 @@ class Quadratic:
         if not _alike(*every):
             return None
         grads, held, means = ([part(tensor) for tensor in role] for role in every)
+        lots: Iterable[tuple[Any, ...]] = [(grads, held, means, entries)]
         if self.brought is not None:
             if not in_runs(grads, held):
                 return None
-            nats = torch.zeros(())
-            for grad, parameter, mean, entry in self.brought(grads, held, means=means, entries=entries):
-                found = add_pull_([grad], [parameter], [mean], [entry], scale, value=value)
-                nats = nats if found is None else nats + found
-            return nats
-        found = add_pull_(grads, held, means, entries, scale, value=value)
-        if found is NotImplemented:
-            return None
-        return torch.zeros(()) if found is None else found
+            lots = self.brought(grads, held, means=means, entries=entries)
+        nats = torch.zeros(())
+        for lot in lots:
+            found = add_pull_(*lot, scale=scale, value=value)
+            if found is NotImplemented:  # the first one: none was pulled at
+                return None
+            nats = nats if found is None else nats + found
+        return nats
 
     def _half_squares(self, params: Mapping[str, nn.Parameter]) -> Tensor | None:
         """½ δᵀΛδ without all of δ at once, where Λ is nothing but entries, and all tensors are plain."""
@@ -203,8 +203,8 @@ class Quadratic:
         if self.brought is not None:
             if not in_runs(held):
                 return None
-            rows = self.brought(held, means=means, entries=entries)
-            return torch.stack([half_squares(*([each] for each in row)) for row in rows]).sum()
+            lots = self.brought(held, means=means, entries=entries)
+            return torch.stack([half_squares(*lot) for lot in lots]).sum()
         return half_squares(held, means, entries) if in_runs(held, means, entries) else None
 
     def pull(self, params: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -31,26 +31,26 @@ class Prefetch:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def __call__(self, *roles: Sequence[Any], means: Tensors, entries: Entries) -> Iterator[tuple[Any, ...]]:
-        """Pieces of the roles, each with those of the mean and of the entries, on the device until the next comes."""
+        """Lots of pieces, role by role, with those of the means and entries, on the device until the next comes."""
         side, now = self._stream, None
         if side is not None:
             now = torch.cuda.current_stream(self._device)
             side.wait_stream(now)  # what was there before is done with then, and a recorded step takes it along
         read: list[Any] = [None, None]  # when each buffer had been read
         waiting: tuple[tuple[Any, ...], Any, int] | None = None
-        for turn, (*ours, mean, entry) in enumerate(pieces(*roles, means, entries, most=SIZE)):
+        for turn, rows in enumerate(_lots(pieces(*roles, means, entries, most=SIZE))):
             place = turn % 2
-            sources = [mean, entry.codes, entry.tops] if isinstance(entry, Codes) else [mean, entry]
+            sources = [each for *_, mean, entry in rows for each in _stored(mean, entry)]
             rooms = self._made(place, sources, now)
             if side is not None and read[place] is not None:
                 side.wait_event(read[place])
             with nullcontext() if side is None else torch.cuda.stream(side):
-                found = [room.copy_(source, non_blocking=True) for room, source in zip(rooms, sources, strict=True)]
+                for room, source in zip(rooms, sources, strict=True):
+                    room.copy_(source, non_blocking=True)
             there = None if side is None else side.record_event()
             if waiting is not None:
                 yield from _given(waiting, now, read)
-            theirs = entry._replace(codes=found[1], tops=found[2]) if isinstance(entry, Codes) else found[1]
-            waiting = ((*ours, found[0], theirs), there, place)
+            waiting = (_with(rows, rooms), there, place)
         if waiting is not None:
             yield from _given(waiting, now, read)
 
@@ -68,12 +68,41 @@ class Prefetch:
         return [room[at : at + source.nbytes].view(source.dtype) for source, at in zip(sources, ends[:-1], strict=True)]
 
 
+def _lots(rows: Iterable[tuple[Any, ...]]) -> Iterator[list[tuple[Any, ...]]]:
+    """Rows together, as many as make a piece of full size: each lot is one launch on a GPU."""
+    lot: list[tuple[Any, ...]] = []
+    size = 0
+    for row in rows:
+        if lot and size + row[-2].numel() > SIZE:
+            yield lot
+            lot, size = [], 0
+        lot.append(row)
+        size += row[-2].numel()
+    if lot:
+        yield lot
+
+
+def _stored(mean: Tensor, entry: Tensor | Codes) -> list[Tensor]:
+    return [mean, entry.codes, entry.tops] if isinstance(entry, Codes) else [mean, entry]
+
+
+def _with(rows: Sequence[tuple[Any, ...]], rooms: Sequence[Tensor]) -> tuple[list[Any], ...]:
+    """Role by role, with what was brought in the place of what is elsewhere."""
+    found = iter(rooms)
+    there = []
+    for *ours, _, entry in rows:
+        mean, values = next(found), next(found)
+        brought = entry._replace(codes=values, tops=next(found)) if isinstance(entry, Codes) else values
+        there.append((*ours, mean, brought))
+    return tuple(list(role) for role in zip(*there, strict=True))
+
+
 def _given(waiting: tuple[tuple[Any, ...], Any, int], now: Any, read: list[Any]) -> Iterator[tuple[Any, ...]]:
-    """A row when it is there; whoever goes on after it has asked for all that is to be done with it."""
-    row, there, place = waiting
+    """A lot when it is there; whoever goes on after it has asked for all that is to be done with it."""
+    lot, there, place = waiting
     if now is not None:
         now.wait_event(there)
-    yield row
+    yield lot
     if now is not None:
         read[place] = now.record_event()
 

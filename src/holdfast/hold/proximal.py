@@ -181,8 +181,8 @@ def _shrink_(
         if term.brought is None:
             shrink_(held_ones, centers, weights, amounts)
             continue
-        for held, amount, center, weight in term.brought(held_ones, amounts, means=centers, entries=weights):
-            shrink_([held], [center], [weight], [amount])
+        for lot, steps, means, entries in term.brought(held_ones, amounts, means=centers, entries=weights):
+            shrink_(lot, means, entries, steps)
 
 
 def _scaled(size: Pace, scale: float) -> Pace:

@@ -67,6 +67,7 @@ class Pulls:
             self._strays.end()
         self._hooks.clear()
         self._under_way.clear()
+        self._ended = _nothing  # whoever wanted to hear of steps is free to go, and with them what they hold
 
     def require_no_strays(self) -> None:
         """Raise where another optimizer has trained what was held when they last looked, or is now."""
@@ -161,6 +162,10 @@ class Pulls:
                 self.proximal.after(optimizer, self._model, self.strength / self.num_data, ours)
             self._watches[id(optimizer)].after(optimizer)
             self._ended()
+
+
+def _nothing() -> None:
+    pass
 
 
 def _climbs(optimizer: Optimizer) -> bool:

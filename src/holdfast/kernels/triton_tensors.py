@@ -12,7 +12,7 @@ from .codes import BLOCK
 TILE = 16 * BLOCK  # entries
 
 
-@functools.lru_cache(maxsize=8)
+@functools.lru_cache(maxsize=64)
 def tiles(sizes: tuple[int, ...], leads: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """The size of every tensor; of every tile, which tensor it belongs to, and where in it it starts.
 
@@ -25,7 +25,7 @@ def tiles(sizes: tuple[int, ...], leads: tuple[int, ...], device: torch.device) 
     return torch.tensor(sizes, device=device), owners.to(device), starts.to(device)
 
 
-@functools.lru_cache(maxsize=16)
+@functools.lru_cache(maxsize=64)
 def pointers(addresses: tuple[int, ...], device: torch.device) -> Tensor:
     """Addresses, where a kernel can read them."""
     return torch.tensor(addresses, dtype=torch.int64).to(device, non_blocking=True)
