@@ -187,8 +187,8 @@ class Quadratic:
                 return None
             lots = self.brought(grads, held, means=means, entries=entries)
         nats = torch.zeros(())
-        for lot in lots:
-            found = add_pull_(*lot, scale=scale, value=value)
+        for mine, thetas, centers, weighed in lots:
+            found = add_pull_(mine, thetas, centers, weighed, scale, value=value)
             if found is NotImplemented:  # the first one: none was pulled at
                 return None
             nats = nats if found is None else nats + found
