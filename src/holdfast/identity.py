@@ -13,8 +13,8 @@ from .devices import full, part
 from .pieces import box, layout, settled, summed
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-# Entries at once: on the CPU few enough for temporaries to stay in its cache, elsewhere many for few calls.
-_CHUNK = {"cpu": 1 << 17}
+# Entries at once: on the CPU few enough for temporaries to stay in each core's cache, elsewhere many for few calls.
+_FOR_A_CORE = 1 << 16
 _LARGE_CHUNK = 1 << 24
 
 
@@ -89,8 +89,9 @@ def _weighted(rows: Tensor, begin: int = 0) -> Tensor:
     The weights are odd: an even one would push the highest bit, a float's sign, out of the sum.
     """
     total = torch.zeros(rows.shape[0], dtype=torch.int64, device=rows.device)
-    width = max(1, _CHUNK.get(rows.device.type, _LARGE_CHUNK) // max(1, rows.shape[0]))
+    most = _FOR_A_CORE * torch.get_num_threads() if rows.device.type == "cpu" else _LARGE_CHUNK
+    width = max(1, min(most // max(1, rows.shape[0]), rows.shape[1]))
+    odd = 2 * torch.arange(width, device=rows.device) + 1
     for index, chunk in enumerate(torch.split(rows, width, dim=1)):
-        start = begin + index * width
-        total += (chunk * (2 * torch.arange(start, start + chunk.shape[1], device=rows.device) + 1)).sum(1)
+        total += (chunk * odd[: chunk.shape[1]]).sum(1) + 2 * (begin + index * width) * chunk.sum(1, dtype=torch.int64)
     return total

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from .codes import Codes
 from .products import has_triton
 
-_PLAIN = (Tensor, torch.nn.Parameter)
+_PLAIN = {Tensor, torch.nn.Parameter}
 _DTYPES = {torch.float32, torch.bfloat16, torch.float16}  # the kernels compute in float32
 
 
@@ -25,23 +25,24 @@ def launches(*roles: Sequence[Tensor], entries: Sequence[Tensor | Codes]) -> lis
     # A recorded step would find the addresses of its own tensors in memory that is someone else's by then.
     if device.type != "cuda" or not has_triton() or torch.cuda.is_current_stream_capturing():
         return None
-    lots: defaultdict[tuple[Any, ...], list[int]] = defaultdict(list)
-    for row, (entry, *tensors) in enumerate(zip(entries, *roles, strict=True)):
-        factor: tuple[float, ...] = ()
-        if isinstance(entry, Codes):
-            stored, factor = [entry.codes, entry.tops], (entry.factor,)
-        else:
-            tensors.append(entry)
-            stored = []
-        kinds = tuple([each.dtype for each in tensors])
-        if not _DTYPES.issuperset(kinds) or tensors[0].numel() >= 2**31:
-            return None
-        for each in (*tensors, *stored):
-            if type(each) not in _PLAIN or not each.is_contiguous() or each.device != device:
-                return None
-        if tensors[0].numel():
-            lots[kinds + factor].append(row)
-    return list(lots.values())
+    kept = [(each.codes, each.tops) if isinstance(each, Codes) else (each,) for each in entries]
+    every = [*chain(*roles), *chain(*kept)]  # at every step of a hold: in few long loops
+    if not (
+        _PLAIN.issuperset(map(type, every))
+        and {each.get_device() for each in every} == {device.index}
+        and False not in [each.is_contiguous() for each in every]
+        and max([each.numel() for each in roles[0]]) < 2**31
+    ):
+        return None
+    kinds = [each.factor if isinstance(each, Codes) else each.dtype for each in entries]
+    alike = list(zip(*([each.dtype for each in role] for role in roles), kinds, strict=True))
+    lots: dict[tuple[Any, ...], list[int]] = {kind: [] for kind in alike}
+    if not all(each in _DTYPES or isinstance(each, float) for kind in lots for each in kind):
+        return None
+    for row, (kind, param) in enumerate(zip(alike, roles[0], strict=True)):
+        if param.numel():
+            lots[kind].append(row)
+    return [rows for rows in lots.values() if rows]
 
 
 def chosen(rows: Sequence[int], *roles: Sequence[Any]) -> list[list[Any]]:

@@ -27,5 +27,6 @@ def tiles(sizes: tuple[int, ...], leads: tuple[int, ...], device: torch.device) 
 
 @functools.lru_cache(maxsize=64)
 def pointers(addresses: tuple[int, ...], device: torch.device) -> Tensor:
-    """Addresses, where a kernel can read them."""
-    return torch.tensor(addresses, dtype=torch.int64).to(device, non_blocking=True)
+    """Addresses, where a kernel can read them. From pinned memory: else the copy may wait for all that runs before."""
+    pinned = device.type == "cuda"
+    return torch.tensor(addresses, dtype=torch.int64, pin_memory=pinned).to(device, non_blocking=True)
