@@ -88,6 +88,8 @@ def measured(layers: int, width: int, options: argparse.Namespace) -> dict[str, 
     identity = small.id
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         path = Path(folder) / "memory.safetensors"
+        with parts.part("to the CPU"):
+            small = small.to("cpu")
         with parts.part("save"):
             holdfast.save(small, path)
         del small

@@ -38,6 +38,7 @@ class Pulls:
         self.num_data, self.strength = num_data, strength
         self._rotation, self.proximal = rotation, proximal
         self._ended = ended  # called after each step
+        self._drawn = [term for term in terms if isinstance(term, Drawn)]
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._under_way = UnderWay()
         self._strays: Strays | None = None
@@ -92,9 +93,8 @@ class Pulls:
             return None
         if self._rotation is not None:
             self._rotation.start()
-        for term in self._terms:
-            if isinstance(term, Drawn):
-                term.start()
+        for term in self._drawn:
+            term.start()
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if not callable(closure):
             self._add_gradient(optimizer, value=False)

@@ -53,11 +53,13 @@ def add_pull_(
     lots = launches(grads, params, means, entries=entries)
     if lots is not None:
         return _pull_in_launches(lots, grads, params, means, entries, scale)
-    one = in_one_pass(grads, params, means, entries) and grads[0].dtype in WIDE
-    if not (one and grads[0].device.type != "cpu") and in_runs(grads, params, means, entries):
-        return pull_in_pieces(grads, params, means, entries, scale, value=value)
-    plain = [entry for entry in entries if isinstance(entry, Tensor)]
-    return plain_pull(grads, params, means, plain, scale) if one else NotImplemented
+    roles = (grads, params, means, entries)
+    if grads[0].device.type != "cpu" or not in_runs(*roles):
+        if in_one_pass(*roles) and grads[0].dtype in WIDE:
+            return plain_pull(grads, params, means, [entry for entry in entries if isinstance(entry, Tensor)], scale)
+        if not in_runs(*roles):
+            return NotImplemented
+    return pull_in_pieces(grads, params, means, entries, scale, value=value)
 
 
 def _pull_in_launches(
@@ -156,11 +158,12 @@ def pieces(*roles: Sequence[Any], most: int | None = None) -> Iterator[tuple[Any
     Unless it is said how many, they are as many as a processor's cache keeps.
     """
     for members in zip(*roles, strict=True):
-        start = next((each.start for each in members if isinstance(each, Codes)), 0)
-        size = members[0].numel()
+        coded = next((each for each in members if isinstance(each, Codes)), None)
+        start, size = coded.start if coded else 0, members[0].numel()
         flat = [each.view(-1) if isinstance(each, Tensor) and each.numel() == size else each for each in members]
-        for first, last in bounds(size, start, most or piece(members[0].device)):
-            yield tuple(_part(each, first, last, size) for each in flat)
+        edges = list(bounds(size, start, most or piece(members[0].device)))
+        for first, last in edges:
+            yield tuple(flat if len(edges) == 1 and not coded else (_part(each, first, last, size) for each in flat))
 
 
 def _part(member: Any, first: int, last: int, size: int) -> Any:
