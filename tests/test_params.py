@@ -10,8 +10,9 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
+from holdfast import identity
 from holdfast.errors import ArgumentError, InertError, MismatchError
-from holdfast.identity import fingerprint, fingerprints
+from holdfast.identity import fingerprint, fingerprints, row_sums
 from holdfast.params import aliases, all_parameters, buffers, matched, shapes, trainable
 
 
@@ -316,6 +317,38 @@ def test_one_flipped_bit_changes_the_fingerprint(dtype, place):
         flipped.view(INTEGER[tensor.element_size()])[place] ^= torch.iinfo(torch.int64).min if bit == 63 else 1 << bit
         seen.add(fingerprint({"w": flipped}))
     assert len(seen) == width + 1
+
+
+ALIKE = [  # sums of their entries, weighted by place, are the same
+    ([1, 4, 1], [2, 1, 2]), ([0, 1, 1, 0], [1, 0, 0, 1]), ([0, 1, 1, 0] * 5, [1, 0, 0, 1] * 5),
+    (torch.eye(4).tolist(), torch.eye(4).flip(0).tolist()), ([3, 0, 0, 3], [0, 3, 3, 0]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8], ids=str)
+def test_tensors_with_a_pattern_are_told_apart(dtype):
+    for one, other in ALIKE:
+        one, other = torch.tensor(one, dtype=dtype), torch.tensor(other, dtype=dtype)
+        assert fingerprint({"w": one}) != fingerprint({"w": other})
+        assert int(row_sums([one.reshape(1, -1)])) != int(row_sums([other.reshape(1, -1)]))
+    bits = ((torch.arange(2**14).unsqueeze(1) >> torch.arange(14)) & 1).to(dtype)
+    assert len(row_sums([bits]).unique()) == 2**14
+
+
+@pytest.mark.parametrize("shape", [(3, 40_000), (2**18 + 5,), (1, 2**14), (2**14 + 1, 3), (0, 5), (5, 0), ()], ids=str)
+def test_a_fingerprint_is_the_sum_that_it_is_said_to_be(shape, monkeypatch):
+    """However many entries are taken at once, and wherever a piece of it starts."""
+    tensor = torch.randn(shape)
+    known, rows = fingerprints({"w": tensor}), row_sums([tensor])
+    for size in (1, 1000, 2**15):
+        monkeypatch.setattr(identity, "_FOR_A_CORE", size)
+        assert fingerprints({"w": tensor}) == known
+        assert torch.equal(row_sums([tensor]), rows)
+    flat = identity._integers(tensor).reshape(1, -1)
+    whole = identity._weighted(flat)
+    for cut in (0, 1, 100, 2**14, 2**14 + 7):
+        parted = identity._weighted(flat[:, :cut]) + identity._weighted(flat[:, cut:], cut)
+        assert torch.equal(parted, whole)
 
 
 def test_copies_have_the_fingerprint_of_the_original_whatever_their_memory_and_order():

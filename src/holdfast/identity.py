@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,9 +14,10 @@ from .devices import full, part
 from .pieces import box, layout, settled, summed
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_BLOCK = 1 << 14  # places whose weights are kept
 # Entries at once: on the CPU few enough for temporaries to stay in each core's cache, elsewhere many for few calls.
 _FOR_A_CORE = 1 << 16
-_LARGE_CHUNK = 1 << 24
+_AT_ONCE = 1 << 24
 
 
 def digest(text: str) -> str:
@@ -65,9 +67,11 @@ def _total(tensor: Tensor) -> Tensor:
     if where.start is not None:
         return _weighted(mine.unsqueeze(0), where.start).squeeze(0)
     total = torch.zeros((), dtype=torch.int64, device=mine.device)
-    for first in range(0, len(mine), _LARGE_CHUNK):
-        chunk = mine[first : first + _LARGE_CHUNK]
-        total += (chunk * (2 * where.places(first, first + len(chunk), mine.device) + 1)).sum()
+    for first in range(0, len(mine), _AT_ONCE):
+        chunk = mine[first : first + _AT_ONCE]
+        places = where.places(first, first + len(chunk), mine.device)
+        rows = _odd(places // _BLOCK, seed=1)
+        total += (_folded(chunk) * _weights(mine.device)[places % _BLOCK] * rows).sum()
     return total
 
 
@@ -86,12 +90,49 @@ def _integers(tensor: Tensor) -> Tensor:
 def _weighted(rows: Tensor, begin: int = 0) -> Tensor:
     """Each row's integers summed with weights by place, wrapping around: nothing rounds it, on any device.
 
-    The weights are odd: an even one would push the highest bit, a float's sign, out of the sum.
+    A weight is an odd number for the place in a block times one for the block, each of random bits: weights with a
+    pattern would not tell tensors apart that have one. The first entry is number `begin`.
     """
     total = torch.zeros(rows.shape[0], dtype=torch.int64, device=rows.device)
-    most = _FOR_A_CORE * torch.get_num_threads() if rows.device.type == "cpu" else _LARGE_CHUNK
-    width = max(1, min(most // max(1, rows.shape[0]), rows.shape[1]))
-    odd = 2 * torch.arange(width, device=rows.device) + 1
-    for index, chunk in enumerate(torch.split(rows, width, dim=1)):
-        total += (chunk * odd[: chunk.shape[1]]).sum(1) + 2 * (begin + index * width) * chunk.sum(1, dtype=torch.int64)
+    width, weights, start = rows.shape[1], _weights(rows.device), 0
+    most = _FOR_A_CORE * torch.get_num_threads() if rows.device.type == "cpu" else _AT_ONCE
+    while start < width:
+        lead = (begin + start) % _BLOCK
+        taken = min((width - start) // _BLOCK, most // (_BLOCK * max(1, rows.shape[0]))) if not lead else 0
+        if taken:  # several blocks side by side
+            chunk = rows[:, start : start + taken * _BLOCK].reshape(-1, taken, _BLOCK)
+            blocks = torch.arange(taken, device=rows.device) + (begin + start) // _BLOCK
+            total += ((_folded(chunk) * weights).sum(2) * _odd(blocks, seed=1)).sum(1)
+            start += taken * _BLOCK
+        else:
+            last = min(width, start + _BLOCK - lead, start + max(1, most // max(1, rows.shape[0])))
+            weighed = _folded(rows[:, start:last]) * weights[lead : lead + last - start]
+            total += weighed.sum(1) * _of_block((begin + start) // _BLOCK)
+            start = last
     return total
+
+
+def _folded(bits: Tensor) -> Tensor:
+    """Integers as int64, what is in their high bits in the low ones too: round numbers have nothing but zeros there."""
+    found = bits.to(torch.int64)
+    for size, shift in ((8, 32), (4, 16)):
+        if bits.element_size() >= size:
+            found = found + (found >> shift)
+    return found
+
+
+@functools.lru_cache(maxsize=16)
+def _weights(device: torch.device) -> Tensor:
+    """For the places in a block."""
+    return _odd(torch.arange(_BLOCK, device=device), seed=0)
+
+
+@functools.lru_cache(maxsize=1024)
+def _of_block(number: int) -> int:
+    """The weight of one block."""
+    return int(_odd(torch.tensor(number), seed=1))
+
+
+def _odd(numbers: Tensor, seed: int) -> Tensor:
+    """An odd number of random bits for each."""
+    return _mixed(_mixed(numbers + 1) + seed) | 1
