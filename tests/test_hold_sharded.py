@@ -158,6 +158,16 @@ def troubles(rank: int) -> dict:
         found[f"memories that differ, {how}"] = failing(
             holdfast.hold, OPTIMIZERS["sgd"](model.parameters()), model, other, num_data=40
         )
+    model, _ = wrapped("shards", 2)
+    known, own = memory(kind), (1 + rank) * memory(kind).precision
+    moved = holdfast.Posterior({name: value + rank for name, value in known.mean.items()}, known.precision)
+    found["Fishers that differ"] = failing(holdfast.consolidate, holdfast.prior(model), model, own)
+    found["posteriors that differ"] = failing(holdfast.consolidate_, moved, model, holdfast.Diagonal({}))
+    found["factors that differ"] = failing(holdfast.merge, placed(known, model), holdfast.Posterior(known.mean, own))
+    before = weights(model)
+    found["ways back that differ"] = failing(holdfast.restore_, model, moved)
+    same = [torch.equal(before[name], value) for name, value in weights(model).items()]
+    found["and nothing was moved"] = ("yes", str(all(same)))
     model, _ = wrapped("replicas", 2)
     found["num_data that differs"] = failing(
         holdfast.hold, OPTIMIZERS["sgd"](model.parameters()), model, memory(kind), num_data=40 * rank
@@ -330,11 +340,29 @@ def test_memories_that_differ_are_refused_on_every_rank(found, how):
         assert "the same file on all of them" in said
 
 
+@pytest.mark.parametrize(
+    ("what", "of"),
+    [
+        ("Fishers that differ", "different Fishers: rank 1 differs from rank 0 in"),
+        ("posteriors that differ", "different posteriors: rank 1 differs from rank 0 in `mean of "),
+        ("factors that differ", "different posteriors: rank 1 differs from rank 0 in `precision of "),
+        ("ways back that differ", "different memories: rank 1 differs from rank 0 in `mean of "),
+    ],
+)
+def test_no_mixture_is_made_of_what_ranks_bring(found, what, of):
+    """Each would cut its own pieces from its own."""
+    for rank in found["troubles"]:
+        kind, said = rank[what]
+        assert kind == "MismatchError"
+        assert of in said
+        assert rank["and nothing was moved"] == ("yes", "True")
+
+
 def test_numbers_that_differ_are_refused_on_every_rank(found):
     for rank in found["troubles"]:
         kind, said = rank["num_data that differs"]
         assert kind == "MismatchError"
-        assert "num_data=0, number 1 with 40" in said
+        assert "num_data=0, rank 1 with 40" in said
         assert rank["mean field"][0] == "ArgumentError"
         assert "by IVON" in rank["mean field"][1]
 

@@ -159,6 +159,17 @@ def in_four(rank: int) -> dict:
     return loaded(rank)
 
 
+def copies_that_differ(rank: int) -> dict:
+    """Of replicas of pieces, one has other numbers than the other."""
+    model = laid_out("replicas of pieces")
+    path = FOLDER / "copies"
+    holdfast.save(memory(model), path)
+    other = memory(model)
+    other.mean["head.weight"].to_local().add_(float(rank >= 2))
+    said = fails(holdfast.save, other, path)
+    return {"said": said, "there": holdfast.load(path, model).posterior.id, "was": memory(model).posterior.id}
+
+
 def in_two(rank: int) -> dict:
     return loaded(rank)
 
@@ -474,7 +485,7 @@ def after_deaths(rank: int) -> dict:
 
 
 SCENARIOS = {
-    4: [saved, in_four, read_by_each],
+    4: [saved, in_four, read_by_each, copies_that_differ],
     2: [in_two, from_a_file, forms, errors, two_jobs],
     1: [in_one, after_deaths],
 }
@@ -599,6 +610,14 @@ def test_what_is_wrong_for_one_rank_is_an_error_on_all(what, kind, message, foun
         got, said = each[what]
         assert re.fullmatch(kind, got), said
         assert re.search(message, said), said
+
+
+def test_copies_that_differ_are_not_saved_as_one(found):
+    for each in found["copies_that_differ"]:
+        kind, said = each["said"]
+        assert kind == "MismatchError"
+        assert "rank 2 differs from rank 0 in `mean.head.weight`" in said
+        assert each["there"] == each["was"]
 
 
 def test_failed_saves_leave_the_memory_that_was_there(found):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from math import prod
 from typing import Any, NamedTuple
 
@@ -102,10 +103,9 @@ def largest(value: Tensor, like: Any) -> Tensor:
     """Entry by entry the largest that any of the processes has that hold pieces of `like`."""
     if not in_pieces(like):
         return value
-    from torch.distributed.tensor import DTensor, Partial
-
-    mesh = like.device_mesh
-    found: Tensor = full(DTensor.from_local(value, mesh, [Partial("max")] * mesh.ndim, run_check=False))
+    found = value.clone()
+    for group in like.device_mesh.get_all_groups():
+        distributed.all_reduce(found, distributed.ReduceOp.MAX, group=group)
     return found
 
 
@@ -113,10 +113,10 @@ def summed(value: Tensor, like: Any) -> Tensor:
     """The sum of what the processes have that hold different pieces of `like`; copies count once."""
     if not in_pieces(like):
         return value
-    from torch.distributed.tensor import DTensor, Partial, Replicate
-
-    ways = [Replicate() if each.is_replicate() else Partial() for each in like.placements]
-    found: Tensor = full(DTensor.from_local(value, like.device_mesh, ways, run_check=False))
+    found = value.clone()
+    for group, placement in zip(like.device_mesh.get_all_groups(), like.placements, strict=True):
+        if not placement.is_replicate():
+            distributed.all_reduce(found, group=group)
     return found
 
 
@@ -165,9 +165,15 @@ def groups(model: nn.Module) -> list[Any]:
     """The groups of several processes that hold copies or pieces of a model; none where it is alone."""
     if not (distributed.is_available() and distributed.is_initialized()):
         return []
-    found = [module.process_group for module in model.modules() if hasattr(module, "require_backward_grad_sync")]
-    meshes = {parameter.device_mesh for parameter in model.parameters() if in_pieces(parameter)}  # type: ignore[attr-defined]
-    return [group for group in (*found, *(g for mesh in meshes for g in mesh.get_all_groups())) if group.size() > 1]
+    every: list[Any] = list(model.modules())
+    found = [module.process_group for module in every if hasattr(module, "require_backward_grad_sync")]
+    return [*(group for group in found if group.size() > 1), *groups_of(model.parameters())]
+
+
+def groups_of(tensors: Iterable[Any]) -> list[Any]:
+    """The groups of several processes that hold pieces of tensors."""
+    meshes = dict.fromkeys(tensor.device_mesh for tensor in tensors if in_pieces(tensor))
+    return [group for mesh in meshes for group in mesh.get_all_groups() if group.size() > 1]
 
 
 def averaged(tensor: Tensor, model: nn.Module) -> Tensor:

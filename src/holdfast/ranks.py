@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from math import prod
@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 import torch
 from torch import Tensor, distributed, nn
 
-from .errors import ArgumentError, DataError
-from .identity import digest, row_sums
-from .params import all_parameters, unwrapped
-from .pieces import resharded, sharded
+from .errors import ArgumentError, DataError, MismatchError
+from .identity import digest, fingerprints, row_sums
+from .params import all_parameters, some, unwrapped
+from .pieces import groups_of, in_pieces, resharded, sharded
 
 if TYPE_CHECKING:  # not every build of torch has it
     from torch.distributed import ProcessGroup
@@ -162,6 +162,25 @@ class Ranks:
     @property
     def _width(self) -> int:
         return prod(group.size() for group in self.tensor)
+
+
+def require_one(tensors: Mapping[str, Tensor], like: Iterable[Tensor], what: str) -> None:
+    """Raise, on all of them, where the processes that hold pieces of `like` bring different whole tensors to them.
+
+    Each would cut its own pieces from its own, and together they would have a mixture.
+    """
+    together = Ranks(data=tuple(groups_of(like)))
+    whole = {name: tensor for name, tensor in tensors.items() if not in_pieces(tensor)}
+    if not together.data or not whole:
+        return
+    every = together.gathered((distributed.get_rank(), fingerprints(whole)))
+    for rank, theirs in every:
+        differ = [name for name in whole if theirs.get(name) != every[0][1].get(name)]
+        if differ or set(theirs) != set(every[0][1]):
+            raise MismatchError(
+                f"the processes have different {what}: rank {rank} differs from rank {every[0][0]} in {some(differ)}. "
+                "Load one file on all of them, or compute it on all of them from the same numbers."
+            )
 
 
 def everyone() -> Ranks:

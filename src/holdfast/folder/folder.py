@@ -14,7 +14,7 @@ from ..errors import HoldfastError, MemoryFileError, MismatchError
 from ..file import Facts, Keys, Tensors, believed
 from ..identity import digest, fingerprints
 from ..params import some
-from ..pieces import in_pieces, settled
+from ..pieces import settled
 from ..ranks import Ranks, everyone
 from . import disk
 from .manifest import Manifest
@@ -57,11 +57,10 @@ def write(
 
 
 def _require_one(said: str, tensors: Tensors) -> None:
-    """Raise unless all processes have one memory: what it says, the tensors that each has whole, how others are cut."""
-    whole = {name: tensor for name, tensor in tensors.items() if not in_pieces(tensor)}
-    cuts: dict[str, Any] = {name: tensor for name, tensor in tensors.items() if in_pieces(tensor)}
-    marks = fingerprints(whole)
-    marks |= {name: f"{tuple(each.shape)} {each.dtype} {each.placements}" for name, each in cuts.items()}
+    """Raise unless all processes have one memory: what it says, what is in its tensors, and how they are cut."""
+    cuts: dict[str, Any] = dict(tensors)
+    ways = {name: str(getattr(each, "placements", "whole")) for name, each in cuts.items()}
+    marks = {name: f"{mark} {ways[name]}" for name, mark in fingerprints(tensors).items()}
     every = everyone().gathered({**marks, "what it says of itself": said})
     for rank, other in enumerate(every):
         differ = sorted(name for name in {**every[0], **other} if every[0].get(name) != other.get(name))

@@ -8,7 +8,7 @@ from os import PathLike
 from typing import Any
 
 import torch
-from torch import nn
+from torch import distributed, nn
 from torch.optim import Optimizer
 
 from ..errors import ArgumentError, HoldfastWarning, MismatchError, require_number
@@ -131,17 +131,19 @@ def _require_one_hold(model: nn.Module, posteriors: Sequence[Posterior], said: M
     together = Ranks(data=tuple(groups(model)))
     if not together.data:
         return
-    every = together.gathered(([each.id for each in posteriors], {name: str(value) for name, value in said.items()}))
-    (first, ours), *others = every
-    for number, (ids, theirs) in enumerate(others, 1):
+    numbers = {name: str(value) for name, value in said.items()}
+    (place, first, ours), *others = together.gathered(
+        (distributed.get_rank(), [each.id for each in posteriors], numbers)
+    )
+    for rank, ids, theirs in others:
         if ids != first:
             raise MismatchError(
-                f"the processes hold to different memories: the first to {', '.join(first) or 'none'}, number "
-                f"{number} to {', '.join(ids) or 'none'}. Load the same file on all of them."
+                f"the processes hold to different memories: rank {place} to {', '.join(first) or 'none'}, rank {rank} "
+                f"to {', '.join(ids) or 'none'}. Load the same file on all of them."
             )
         for name in (name for name in ours if ours[name] != theirs[name]):
             raise MismatchError(
-                f"the processes hold with different numbers: the first with {name}={ours[name]}, number {number} with "
+                f"the processes hold with different numbers: rank {place} with {name}={ours[name]}, rank {rank} with "
                 f"{theirs[name]}. Say the same on all of them: num_data is that of all the new data, not of a share."
             )
 

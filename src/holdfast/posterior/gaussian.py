@@ -66,6 +66,12 @@ class Posterior:
         return self.precision.sources
 
     @property
+    def tensors(self) -> dict[str, Tensor]:
+        """All that it consists of, under names that say what each is."""
+        mean = {f"mean of {name}": value for name, value in self.mean.items()}
+        return {**mean, **{f"precision of {name}": value for name, value in self.precision.tensors.items()}}
+
+    @property
     def id(self) -> str:
         """A short identity, of the values."""
         return digest(f"{fingerprint(self.mean)} {fingerprint(self.precision.tensors)} {self.num_data}")

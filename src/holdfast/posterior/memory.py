@@ -16,6 +16,7 @@ from ..pieces import cut, resharded
 from ..precision import Precision
 from ..precision.base import require_finite
 from ..probes import Answers, Probes
+from ..ranks import require_one
 from .covered import Covered
 from .gaussian import Posterior
 from .growth import grown_buffers
@@ -140,6 +141,7 @@ def restore_(model: nn.Module, memory: Posterior | Memory) -> None:
     kept_buffers = memory.buffers if isinstance(memory, Memory) else {}
     found = buffers(model)
     require_shapes(shapes(kept_buffers), shapes(found), what="the memory's buffers", than="the model")
+    require_one({**posterior.tensors, **kept_buffers}, params.values(), "memories")
     with torch.no_grad():
         values = {name: cut(posterior.mean[name], parameter) for name, parameter in params.items()}
         for name, parameter in params.items():

@@ -13,6 +13,7 @@ from torch import Tensor
 from ..errors import ArgumentError, HoldfastWarning, MismatchError
 from ..params import require_shapes, shapes, some
 from ..precision.base import added
+from ..ranks import require_one
 from .gaussian import Posterior
 from .memory import Memory, as_posterior
 from .placed import placed_as, whole
@@ -41,6 +42,9 @@ def merge(*posteriors: Posterior | Memory, base: Posterior | Memory | None = Non
     parts = [as_posterior(posterior).to(device).named_as(last) for posterior in posteriors]
     shared = None if base is None else as_posterior(base).to(device).named_as(last)
     layout = parts[-1].mean
+    cuts = [value for part in parts for value in part.mean.values()]
+    for each in (*parts, *([] if shared is None else [shared])):
+        require_one(each.tensors, cuts, "posteriors")
     # Entries add up where they are; what is more is multiplied whole, and cut again.
     apart = any(part.precision.entrywise() is None for part in (*parts, *([] if shared is None else [shared])))
     parts = [whole(part) if apart else placed_as(part, layout) for part in parts]

@@ -16,6 +16,7 @@ from ..precision.base import require_finite
 from ..precision.laid import laid
 from ..precision.source import joined, thinned
 from ..precision.sum import settled
+from ..ranks import require_one
 from .gaussian import Posterior, kept
 from .memory import Memory, as_posterior
 from .placed import placed_as
@@ -97,6 +98,8 @@ def _aligned(posterior: Posterior, model: nn.Module, fisher: Precision) -> tuple
     resharded(model)
     wanted = {**fisher.shapes, **shapes(posterior.mean)}
     layout = {name: p for name, p in all_parameters(model).items() if p.shape == wanted.get(name)}
+    require_one(posterior.tensors, layout.values(), "posteriors")
+    require_one(fisher.tensors, layout.values(), "Fishers")
     return placed_as(posterior, layout), laid(fisher, layout)
 
 
