@@ -91,6 +91,16 @@ def of_storage(
     }  # fmt: skip
 
 
+def from_the_cpu(size: int = 2**28) -> float:
+    """Bytes a second of a copy from pinned memory."""
+    source, target = (
+        torch.empty(size, dtype=torch.uint8).pin_memory(),
+        torch.empty(size, dtype=torch.uint8, device="cuda"),
+    )
+    spent = measured({"copy": lambda: target.copy_(source, non_blocking=True)}, 3)
+    return size / spent["copy"] * 1e3
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=30)
@@ -130,7 +140,7 @@ def main() -> None:
         "rounds": options.rounds,
         "milliseconds": medians, "ratio_to_floor": ratios, "floor_bytes_per_second": 20 * size / medians["floor"] * 1e3,
         "largest_difference_from_plain": error, "value": float(value), "value_plain": float(twin),
-        "storages": stored,
+        "storages": stored, "pinned_bytes_per_second": from_the_cpu(),
     }  # fmt: skip
     print(json.dumps(results, indent=1))
     if options.out:

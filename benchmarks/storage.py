@@ -182,7 +182,7 @@ def _spread(values: list[float], sign: str = "") -> str:
 # The plan on paper.
 
 RESULTS = Path(__file__).parent / "results"
-LINK = 50e9  # bytes a second from pinned memory over PCIe 5 with 16 lanes: assumed, of 64 nominal
+LINK = 50e9  # bytes a second from pinned memory over PCIe 5 with 16 lanes, where it was not measured: 64 nominal
 FLOPS = 0.4 * 989e12  # of a GPU in training, in bfloat16: assumed, 40 % of what an H200 is said to do
 TOKENS = 16_384  # a GPU and step: assumed
 WEIGHT = GRADIENT = 4  # bytes of each where the step is made: the shards of FSDP2's mixed precision are in float32
@@ -208,7 +208,7 @@ def planned(parameters: float, gpus: int) -> list[dict[str, Any]]:
             "bytes": share * (mean + entry) + tops,
             "pull": share * moved / speed * beyond,
             "step": 6 * parameters * TOKENS / FLOPS,
-            "from_cpu": share * (mean + entry) / LINK,
+            "from_cpu": share * (mean + entry) / measured.get("pinned_bytes_per_second", LINK),
         })  # fmt: skip
     return rows
 
@@ -216,9 +216,11 @@ def planned(parameters: float, gpus: int) -> list[dict[str, Any]]:
 def plan() -> str:
     """The table of `planned`, and one of a model on one GPU whose memory is on the CPU."""
     measured = json.loads((RESULTS / "pull-h200.json").read_text(encoding="utf-8"))
+    link = measured.get("pinned_bytes_per_second")
+    here, there = ("", f"{LINK / 1e9:.0f} GB/s from the CPU, ") if link is None else (f", {link / 1e9:.0f} GB/s", "")
     lines = [
         f"{measured['floor_bytes_per_second'] / 1e12:.2f} TB/s measured ({measured['device']}, {measured['date']}), "
-        f"and what the pull takes beyond a copy of its bytes; assumed: {LINK / 1e9:.0f} GB/s from the CPU, {TOKENS:,} "
+        f"and what the pull takes beyond a copy of its bytes{here and here + ' from the CPU'}; assumed: {there}{TOKENS:,} "
         f"tokens a GPU and step at {FLOPS / 1e12:.0f} TFLOP/s.",
         "",
         "| memory | bytes that a pull moves, a parameter | of a copy of as many | one operation after another |",

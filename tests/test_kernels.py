@@ -176,6 +176,21 @@ def test_the_step_from_codes(device, dtype, mean, each, monkeypatch):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("each", [False, True])
+def test_no_stiffness_is_too_much_for_a_step(device, dtype, each):
+    """It ends at the mean, and not at numbers that are none; what is not held stays."""
+    entries = torch.tensor([0.0, 1.0, 1e30, 1e36, 1e38], device=device)
+    for scale in (1.0, 1e10, 1e38, 1e200):
+        params = torch.full((5,), 1000.0, dtype=dtype, device=device)
+        many = torch.full((5,), min(scale, 3e38), device=device)
+        shrink_([params], [torch.full_like(params, 2.0)], [entries], [many if each else scale])
+        assert params[0] == 1000
+        assert params[2:].tolist() == [2.0] * 3
+        assert float(params[1]) == pytest.approx(2 + 998 / (1 + scale), rel=1e-2)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_rows_of_several_dtypes_and_factors_and_those_without_entries(device):
     """On a GPU they are several launches, and where nothing is left there is none."""
     lots = [coded_roles(device, *kinds) for kinds in KINDS[:3]]

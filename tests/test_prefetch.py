@@ -123,6 +123,18 @@ def test_small_tensors_come_together(monkeypatch):
     assert torch.equal(torch.cat(read), torch.cat(entries))
 
 
+def test_what_was_brought_is_given_back_when_the_hold_ends():
+    model, posterior, (x, y) = learned()
+    optimizer = torch.optim.Adam(model.parameters())
+    with holdfast.hold(optimizer, model, posterior, num_data=60, offload=True) as handle:
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        (term,) = handle._terms
+        assert all(len(room) for room in term.brought._rooms[:1])
+    assert [len(room) for room in term.brought._rooms] == [0, 0]
+    assert handle.penalty > 0  # which makes room again
+
+
 class Stream:
     """What is asked of a GPU's stream, written down."""
 

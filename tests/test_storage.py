@@ -7,6 +7,8 @@ import json
 import os
 import pickle
 import stat
+import subprocess
+import sys
 import zipfile
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import holdfast
-from holdfast import Dense, Diagonal, Kronecker, LowRank, Memory, Posterior, Source
+from holdfast import Dense, Diagonal, Kronecker, LowRank, Memory, Posterior, Source, file
 from holdfast.errors import ArgumentError, HoldfastError, MemoryFileError
 from holdfast.precision.layers import Layer
 from holdfast.precision.terms import Term
@@ -274,6 +276,25 @@ def checksum(facts, tensors):
         values = hashlib.sha256(bytes(tensor.contiguous().flatten().view(torch.uint8).tolist())).hexdigest()
         text += f"{name} {tensor.dtype} {list(tensor.shape)} {values}\n"
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def test_many_bytes_are_hashed_by_several_threads_and_the_same(path, monkeypatch):
+    monkeypatch.setattr(file, "_MANY", 0)
+    holdfast.save(memory(), path)
+    facts = facts_of(path)
+    assert facts["sha256"] == checksum(facts, load_file(path))
+    holdfast.load(path)
+
+
+def test_a_memory_is_saved_and_loaded_when_the_interpreter_ends(path):
+    """When no thread can be started any more."""
+    holdfast.save(memory(), path)
+    code = (
+        "import atexit, sys, holdfast; from holdfast import file; file._MANY = 0; memory = holdfast.load(sys.argv[1]); "
+        "atexit.register(lambda: (holdfast.save(memory, sys.argv[1]), holdfast.load(sys.argv[1]), print('saved')))"
+    )
+    ended = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=True)
+    assert ended.stdout.strip() == "saved", ended.stderr
 
 
 def test_the_checksum_is_over_everything_that_is_said_and_kept(path):

@@ -8,7 +8,7 @@ import hashlib
 import json
 import os
 import secrets
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,6 +23,7 @@ FORMAT = 1
 MEMORY, HEAD = "memory", "linear head"
 _OPENED_BY = {MEMORY: "holdfast.load", HEAD: "holdfast.LinearHead.load"}
 _KEY = "holdfast"
+_MANY = 2**26  # bytes
 
 Facts = Mapping[str, Any]
 Tensors = Mapping[str, Tensor]
@@ -159,11 +160,21 @@ def _checksum(facts: Facts, tensors: Tensors) -> str:
     """SHA-256 over the description and every tensor's own: safetensors does not notice a flipped bit."""
     total = hashlib.sha256(canonical(unsigned(facts)).encode())
     names = sorted(tensors)
-    with ThreadPoolExecutor(os.cpu_count()) as threads:  # hashing lets other threads run
-        digests = threads.map(lambda name: hashlib.sha256(_memory(tensors[name])).hexdigest(), names)
-        for name, values in zip(names, digests, strict=True):
-            total.update(f"{name} {tensors[name].dtype} {list(tensors[name].shape)} {values}\n".encode())
+    for name, values in zip(names, _digests([tensors[name] for name in names]), strict=True):
+        total.update(f"{name} {tensors[name].dtype} {list(tensors[name].shape)} {values}\n".encode())
     return total.hexdigest()
+
+
+def _digests(tensors: Sequence[Tensor]) -> list[str]:
+    """The SHA-256 of each; of many bytes by several threads, which hashing lets run."""
+    if sum(tensor.nbytes for tensor in tensors) > _MANY:
+        with contextlib.suppress(RuntimeError), ThreadPoolExecutor(os.cpu_count()) as threads:
+            return list(threads.map(_digest, tensors))
+    return [_digest(tensor) for tensor in tensors]  # and at the interpreter's end, when there are no threads any more
+
+
+def _digest(tensor: Tensor) -> str:
+    return hashlib.sha256(_memory(tensor)).hexdigest()
 
 
 def apart(tensors: Tensors) -> dict[str, Tensor]:

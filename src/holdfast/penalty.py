@@ -100,6 +100,9 @@ class Brought(Protocol):
     def __call__(self, *roles: Sequence[Any], means: Tensors, entries: Entries) -> Iterator[tuple[Any, ...]]:
         """Lots of pieces, role by role, with those of the means and of the entries, where the roles are."""
 
+    def free(self) -> None:
+        """Give back what room it has made for them."""
+
 
 @dataclass(frozen=True)
 class Quadratic:

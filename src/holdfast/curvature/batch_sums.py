@@ -20,6 +20,8 @@ from .batches import Forward, read
 from .replicas import alike
 from .scores import Scoring, accumulators, backward, differentiated, require_finite_scores
 
+_AT_ONCE = 2**22  # entries
+
 
 @dataclass(frozen=True)
 class Estimate:
@@ -91,7 +93,7 @@ def batch_sum_fisher(
         fisher = Diagonal(total, (source,))
     # Var(g²) = 2 (E g²)² = ⅔ E g⁴ for a normal g.
     variances = {name: 2 / 3 * float(full(each)) for name, each in fourth.items()}
-    norms = {name: float(full(entries.double().square().sum())) for name, entries in total.items()}
+    norms = {name: float(full(_squared(entries))) for name, entries in total.items()}
     return Estimate(
         fisher,
         {name: _relative(variances[name], norms[name]) for name in named},
@@ -122,12 +124,18 @@ def _add_squares_(
         # Sequence-parallel gradients are sums yet to be made. Arithmetic on DTensors makes them; shards would not do.
         square = grads.pop(name).to(total[name].dtype).square()
         total[name].add_(square, alpha=1 / divisor)
-        norm = (
-            square.double().square().sum()
-            if in_pieces(square)
-            else torch.linalg.vector_norm(square, dtype=torch.float64) ** 2
-        )
-        fourth[name].add_(norm, alpha=divisor**-2)
+        fourth[name].add_(_squared(square), alpha=divisor**-2)
+
+
+def _squared(tensor: Tensor) -> Tensor:
+    """The sum of squares in float64, with no copy of a large tensor in it."""
+    if in_pieces(tensor):
+        return tensor.double().square().sum()
+    found = torch.zeros((), dtype=torch.float64, device=tensor.device)
+    for chunk in torch.split(tensor.reshape(-1), _AT_ONCE):
+        wide = chunk.double()
+        found += torch.dot(wide, wide)
+    return found
 
 
 def _relative(variance: float, norm: float) -> float:

@@ -54,6 +54,10 @@ class Prefetch:
         if waiting is not None:
             yield from _given(waiting, now, read)
 
+    def free(self) -> None:
+        """Give the buffers back; they are made again when they are needed."""
+        self._rooms = [room[:0].clone() for room in self._rooms]
+
     def _made(self, place: int, sources: Sequence[Tensor], now: Any) -> list[Tensor]:
         """Room in one of the buffers for tensors as these are."""
         ends = [0]

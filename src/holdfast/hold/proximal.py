@@ -13,7 +13,8 @@ from torch.optim import Optimizer
 
 from ..devices import full, part
 from ..errors import ArgumentError, HoldfastWarning
-from ..kernels import Codes, in_runs, shrink_
+from ..kernels import FIRM, Codes, in_runs, shrink_
+from ..kernels.codes import LARGEST
 from ..params import some
 from ..penalty import Quadratic
 from ..pieces import cut
@@ -134,7 +135,7 @@ class Proximal:
             delta = {name: full(difference(parameter, mean[name])) for name, parameter in mine.items()}
             with torch.autocast(entries.device.type, enabled=False):
                 matrix = basis.into(layer.matrix(delta))
-                pull = size * scale * entries.to(matrix)
+                pull = (min(size * scale, LARGEST) * entries.to(matrix)).clamp(max=FIRM)
                 back = layer.tensors(basis.back(matrix * (pull / (1 + pull))))
             for name, parameter in mine.items():
                 pulled = part(cut(back[name], parameter))
@@ -172,7 +173,7 @@ def _shrink_(
         if not in_runs([held], [center, weight] if term.brought is None else []):
             weight = weight.unpacked() if isinstance(weight, Codes) else weight
             delta = difference(held, center.to(held.device))
-            pull = amount * weight.to(held.device)
+            pull = (amount * weight.to(held.device)).clamp(max=FIRM)
             held.copy_(held.to(delta.dtype) - delta * (pull / (1 + pull)))
         else:
             together[None if isinstance(amount, Tensor) else amount, held.device, held.dtype].append(row)
@@ -186,8 +187,10 @@ def _shrink_(
 
 
 def _scaled(size: Pace, scale: float) -> Pace:
-    """a s / N, laid out as this process has it."""
-    return part(size).contiguous() * scale if isinstance(size, Tensor) else size * scale
+    """a s / N, laid out as this process has it: no number times zero is none, however large."""
+    if not isinstance(size, Tensor):
+        return min(size * scale, LARGEST)
+    return (part(size).contiguous() * min(scale, LARGEST)).clamp_(max=LARGEST)
 
 
 def _closed(precision: Precision) -> tuple[Diagonal | Logarithmic | Rotated, ...]:

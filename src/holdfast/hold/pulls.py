@@ -68,6 +68,9 @@ class Pulls:
             self._strays.end()
         self._hooks.clear()
         self._under_way.clear()
+        for term in self._terms:
+            if isinstance(term, Quadratic) and term.brought is not None:
+                term.brought.free()
         self._ended = _nothing  # whoever wanted to hear of steps is free to go, and with them what they hold
 
     def require_no_strays(self) -> None:

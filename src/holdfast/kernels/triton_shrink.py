@@ -12,6 +12,8 @@ from torch import Tensor
 from .codes import Codes
 from .triton_roles import DTYPES, Lot, numbers, places, weights
 
+_FIRM = tl.constexpr(2.0**64)  # as `shrink.FIRM`
+
 
 @triton.jit
 def _kernel(
@@ -26,7 +28,8 @@ def _kernel(
     at = pointers + owner
     param = numbers(at, place, inside, PARAM)
     delta = param - numbers(at + tensors, place, inside, MEAN)
-    entry = weights(at + 2 * tensors, at + 3 * tensors, octave, start, size, place, inside, ENTRY, CODED) * scale
+    entry = weights(at + 2 * tensors, at + 3 * tensors, octave, start, size, place, inside, ENTRY, CODED)
+    entry = tl.minimum(entry * scale, _FIRM)
     shrunk = (param - delta * (entry / (1.0 + entry))).to(PARAM)
     tl.store(tl.load(at).to(tl.pointer_type(PARAM)) + place, shrunk, mask=inside)
 

@@ -12,7 +12,7 @@ from .codes import BLOCK
 TILE = 16 * BLOCK  # entries
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=1024)
 def tiles(sizes: tuple[int, ...], leads: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """The size of every tensor; of every tile, which tensor it belongs to, and where in it it starts.
 
@@ -25,8 +25,13 @@ def tiles(sizes: tuple[int, ...], leads: tuple[int, ...], device: torch.device) 
     return torch.tensor(sizes, device=device), owners.to(device), starts.to(device)
 
 
-@functools.lru_cache(maxsize=64)
 def pointers(addresses: tuple[int, ...], device: torch.device) -> Tensor:
-    """Addresses, where a kernel can read them. From pinned memory: else the copy may wait for all that runs before."""
-    pinned = device.type == "cuda"
+    """Addresses, where a kernel can read them: one that runs after what is asked of this stream now."""
+    return _pointers(addresses, device, torch.cuda.current_stream(device) if device.type == "cuda" else None)
+
+
+@functools.lru_cache(maxsize=1024)
+def _pointers(addresses: tuple[int, ...], device: torch.device, stream: torch.cuda.Stream | None) -> Tensor:
+    # From pinned memory: else the copy may wait for all that runs before.
+    pinned = stream is not None
     return torch.tensor(addresses, dtype=torch.int64, pin_memory=pinned).to(device, non_blocking=True)
