@@ -217,10 +217,11 @@ def plan() -> str:
     """The table of `planned`, and one of a model on one GPU whose memory is on the CPU."""
     measured = json.loads((RESULTS / "pull-h200.json").read_text(encoding="utf-8"))
     link = measured.get("pinned_bytes_per_second")
-    here, there = ("", f"{LINK / 1e9:.0f} GB/s from the CPU, ") if link is None else (f", {link / 1e9:.0f} GB/s", "")
+    said = f"{(link or LINK) / 1e9:.0f} GB/s from the CPU"
+    here, there = ("", f"{said}, ") if link is None else (f", {said}", "")
     lines = [
         f"{measured['floor_bytes_per_second'] / 1e12:.2f} TB/s measured ({measured['device']}, {measured['date']}), "
-        f"and what the pull takes beyond a copy of its bytes{here and here + ' from the CPU'}; assumed: {there}{TOKENS:,} "
+        f"and what the pull takes beyond a copy of its bytes{here}; assumed: {there}{TOKENS:,} "
         f"tokens a GPU and step at {FLOPS / 1e12:.0f} TFLOP/s.",
         "",
         "| memory | bytes that a pull moves, a parameter | of a copy of as many | one operation after another |",
