@@ -77,6 +77,7 @@ def test_the_leaderboard_shows_the_numbers_computed_by_hand(toy):
         "each when new, %": "85.00 ± 0.00",
         "backward transfer, points": "−10.00 ± 14.14",
         "forward transfer, points": "5.00 ± 0.00",
+        "lowest after a switch, %": "60.00 ± 0.00",
         "stability gap, points": "15.00 ± 7.07",
         "nll, nats": "0.400 ± 0.141",
         "learning, s": "4.00 ± 1.41",
@@ -117,6 +118,23 @@ def test_comparisons_are_seed_by_seed_with_the_best_that_keeps_no_data(toy):
         "EWC, strength 10 (chosen)": ("2", "−10.00 ± 5.00", "not clear"),
         "fine-tuning": ("2", "−20.00 ± 5.00", "not clear"),
     }
+
+
+def test_what_keeps_old_inputs_is_no_yardstick_for_what_keeps_none():
+    """Told by the job, or of an older result by the method's name."""
+    runs = [[[0.9, 0.1], [0.9, 0.9]], [[0.9, 0.1], [0.5, 0.9]]]
+    for job in ({}, {"keeps_data": True}):
+        both = [result("true-inputs", seed, runs[0], job=job) for seed in (0, 1)]
+        both += [result("EWC", seed, runs[1]) for seed in (0, 1)]
+        assert tables(both)[1].title.startswith("Compared with EWC")
+    own = [result("mine", seed, runs[0], job={"keeps_data": True}) for seed in (0, 1)]
+    assert tables([*own, *(result("EWC", seed, runs[1]) for seed in (0, 1))])[1].title.startswith("Compared with EWC")
+
+
+def test_runs_made_with_something_else_are_told_apart_in_the_leaderboard():
+    made = [{"version": "1.0", "device": where} for where in ("CPU", "H200")]
+    board, *_ = tables([result("EWC", 0, [[0.9, 0.1], [0.5, 0.9]], made=each) for each in made])
+    assert sorted(row.cells[-1].text for row in board.rows) == ["measured, CPU", "measured, H200"]
 
 
 def test_a_difference_that_every_seed_shows_is_clear():
@@ -185,7 +203,7 @@ def test_no_name_breaks_out_of_the_page_the_markdown_or_the_csv(name):
     lines = markdown(tables(results)).splitlines()
     assert not any("<script" in line for line in lines)
     grid = [line for line in lines if line.startswith("|")]
-    assert {len(re.findall(r"(?<!\\)\|", line)) for line in grid} == {17, 5}  # the leaderboard's, the comparisons'
+    assert {len(re.findall(r"(?<!\\)\|", line)) for line in grid} == {18, 5}  # the leaderboard's, the comparisons'
 
     rows = list(csv_module.DictReader(io.StringIO(csv(results), newline="")))
     assert rows[0]["method"] == (f"'{name}" if name.startswith("=") else name)
@@ -293,6 +311,13 @@ def test_what_is_wrong_is_one_line(toy, tmp_path):
         report_command(folder, tmp_path / "empty")
     with pytest.raises(ArgumentError, match="a file each"):
         report_command(folder, page, page)
+    content = (folder / "0.json").read_bytes()
+    for target in (folder / "0.json", folder):
+        with pytest.raises(ArgumentError, match="among the results that the report is made of"):
+            report_command(folder, target)
+    with pytest.raises(ArgumentError, match="among the results that the report is made of"):
+        report_command(folder / "0.json", page, csv=folder / "0.json")
+    assert (folder / "0.json").read_bytes() == content
     trial = saved(tmp_path / "trial", [result("EWC", 0, [[0.9, 0.1], [0.8, 0.9]], strength=1.0, validating=True)])
     with pytest.raises(DataError, match="only validation runs here"):
         report_command(trial, page)

@@ -1,9 +1,11 @@
 """Many jobs: resumed where they stopped, whatever happens to one of them."""
 
 import errno
+import multiprocessing
 import os
 import signal
 import sys
+import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
@@ -74,6 +76,22 @@ def test_a_damaged_result_is_told_and_its_job_run_again(tmp_path, executed):
         run_all(JOBS, tmp_path)
     assert executed == [*JOBS, JOBS[2]]
     assert run_all(JOBS, tmp_path).found[JOBS[2]] == made(JOBS[2])
+
+
+@pytest.mark.parametrize("what", ["another job", "another version", "another device"])
+def test_a_result_that_is_not_what_its_name_says_is_told_and_its_job_run_again(tmp_path, executed, what):
+    run_all(JOBS, tmp_path)
+    path, right = JOBS[2].path(tmp_path), made(JOBS[2])
+    wrong = {
+        "another job": made(JOBS[0]),
+        "another version": replace(right, made={**right.made, "version": "0.0.1+abc"}),
+        "another device": replace(right, made={**right.made, "device": "NVIDIA H200"}),
+    }
+    write(path, wrong[what])
+    with pytest.warns(HoldfastWarning, match=rf"{path.name} holds another run's result .* Its job is run again"):
+        run_all(JOBS, tmp_path)
+    assert executed == [*JOBS, JOBS[2]]
+    assert run_all(JOBS, tmp_path).found[JOBS[2]] == right
 
 
 def test_results_of_another_version_are_counted_and_left_alone(tmp_path, executed):
@@ -239,13 +257,49 @@ def test_processes_make_the_same_runs(tmp_path):
     assert files(tmp_path / "there") == files(tmp_path / "here")
 
 
-def test_a_process_that_is_killed_is_told_in_a_line(tmp_path):
+def test_a_process_that_was_killed_is_replaced(tmp_path):
     with processes(1) as pool:
         os.kill(pool.submit(os.getpid).result(), signal.SIGKILL)
-        outcome = run_all(JOBS[:2], tmp_path, pool)
-    assert outcome.found == {}
-    assert len(outcome.failed) == 2
-    assert all("fewer workers" in line for line in outcome.failed.values())
+        outcome = run_all(JOBS[:2], tmp_path, pool, threads=1)
+    assert list(outcome.found) == JOBS[:2]
+    assert outcome.failed == {}
+
+
+def deadly(folder, name, times):
+    """Kills the process that it runs in, so many times; each is written down."""
+    with open(folder / name, "a", encoding="utf-8") as file:
+        file.write("x")
+    if (folder / name).stat().st_size <= times:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return name
+
+
+def test_a_job_whose_process_dies_is_tried_twice_and_the_others_once(tmp_path):
+    times = {"good": 0, "unlucky": 1, "deadly": 9, "patient": 0}
+    with processes(2) as pool:
+        futures = {name: pool.submit(deadly, tmp_path, name, count) for name, count in times.items()}
+        made = {name: future.exception() or future.result() for name, future in futures.items()}
+    assert isinstance(made.pop("deadly"), BrokenProcessPool)
+    assert made == {name: name for name in ("good", "unlucky", "patient")}
+    begun = {name: (tmp_path / name).stat().st_size for name in times}
+    assert begun == {"good": 1, "unlucky": 2, "deadly": 2, "patient": 1}
+
+
+def test_processes_that_are_left_by_an_error_are_stopped_and_not_replaced():
+    waiting = []
+
+    def leave():
+        with processes(1) as pool:
+            pool.submit(os.getpid).result()
+            waiting.extend(pool.submit(time.sleep, 60) for _ in range(3))
+            raise ZeroDivisionError
+
+    start = time.monotonic()
+    with pytest.raises(ZeroDivisionError):
+        leave()
+    assert all(future.done() for future in waiting)
+    assert multiprocessing.active_children() == []
+    assert time.monotonic() - start < 30
 
 
 @pytest.fixture

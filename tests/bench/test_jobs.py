@@ -93,7 +93,7 @@ def test_joint_training_has_one_stage_with_the_steps_of_all():
     assert len(execute(Job(protocol, "joint", 0), threads=1).run.accuracy) == 1
 
 
-def test_the_strength_is_chosen_among_validation_runs_and_the_first_wins_a_tie():
+def test_the_strength_is_chosen_among_validation_runs_and_the_smallest_wins_a_tie():
     def runs(averages):
         return {
             Job(QUICK, "ewc", seed, strength, validating=True): Run("ewc", seed, [[value]])
@@ -102,7 +102,7 @@ def test_the_strength_is_chosen_among_validation_runs_and_the_first_wins_a_tie()
         }
 
     assert chosen(runs({1.0: [0.5, 0.7], 10.0: [0.9, 0.5], 100.0: [0.1, 0.1]}), lambda job: True) == 10.0
-    assert chosen(runs({10.0: [0.5], 1.0: [0.5]}), lambda job: True) == 10.0
+    assert chosen(runs({10.0: [0.5], 1.0: [0.5]}), lambda job: True) == 1.0  # whichever came first
     tested = {Job(QUICK, "ewc", 0, 1000.0): Run("ewc", 0, [[1.0]])}
     assert chosen({**runs({1.0: [0.5]}), **tested}, lambda job: True) == 1.0
 
@@ -152,3 +152,14 @@ def test_a_run_of_ones_own_is_found_by_the_report(tmp_path):
     assert target.exists()
     assert (found.protocol, found.strength, found.run) == ("clouds", 2.0, made)
     assert "mine, strength 2" in {entry.label for entry in sections([found])[0].entries}
+
+
+def test_a_run_of_ones_own_is_not_written_over_by_another(tmp_path):
+    made, other = Run("Held", 3, [[0.9, 0.2], [0.7, 0.8]]), Run("Held", 3, [[0.9, 0.2], [0.6, 0.8]])
+    target = save(made, str(tmp_path), protocol="clouds")
+    assert save(made, tmp_path, protocol="clouds") == target  # the same again
+    with pytest.raises(ArgumentError, match=r"has a run of 'Held' with seed 3 on 'clouds'.*name=\.\.\."):
+        save(other, tmp_path, protocol="clouds")
+    assert [one.run for one in collected(tmp_path)] == [made]
+    save(other, tmp_path, protocol="clouds", strength=2.0)
+    assert len(collected(tmp_path)) == 2

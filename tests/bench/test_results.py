@@ -4,6 +4,7 @@ import errno
 import json
 import math
 import os
+import threading
 from dataclasses import replace
 
 import pytest
@@ -73,6 +74,10 @@ def test_the_key_depends_on_all_of_the_job_and_on_the_version():
         ("run", "lowest", [None, 2.0]), ("run", "lowest", [None]), ("run", "lowest", None),
         ("run", "learning_seconds", [1.0, None]), ("run", "learning_seconds", [1.0, -1.0]),
         ("run", "learning_seconds", [1.0, math.inf]), ("run", "learning_seconds", [10**400, 1.0]),
+        ("run", "learning_seconds", [5e-324, 0]), ("run", "learning_seconds", [1e308, 1e308]),
+        ("run", "remembering_seconds", [0.0, 9e-10]), ("run", "remembering_seconds", [0.0, 1.1e15]),
+        ("run", "kept_bytes", [1, 10**15 + 1]), ("run", "nll", [[1e308, 1e308]] * 2),
+        ("run", "nll", [[0.1, -1.1e100], [0.1, 0.2]]), ("run", "nll", [["inf", "-inf"], [0.1, 0.2]]),
         ("run", "remembering_seconds", [1.0, 2.0, 3.0]), ("run", "kept_bytes", [1.5, 2]),
         ("run", "kept_bytes", [10**400, 2]), ("run", "learning_bytes", "12"), ("run", "remembering_bytes", [-1, 2]),
         ("run", "seed", "0"), ("run", "seed", 0.0), ("run", "method", None), ("run", "method", "\ud800"),
@@ -92,6 +97,42 @@ def test_a_file_that_parses_and_cannot_be_shown_is_told_of_with_its_name(tmp_pat
     write(tmp_path / "good.json", FULL)
     with pytest.warns(HoldfastWarning, match=r"left out: .*bad\.json"):
         assert collected(tmp_path) == [FULL]
+
+
+def test_the_most_and_the_least_that_can_be_shown_come_back(tmp_path):
+    edge = result(
+        nll=[[1e100, -1e100], [math.inf, 0.1]], learning_seconds=[1e-9, 1e15], remembering_seconds=[0, 0.0],
+        kept_bytes=[0, 10**15],
+    )  # fmt: skip
+    write(tmp_path / "edge.json", edge)
+    assert read(tmp_path / "edge.json") == edge
+
+
+def test_an_amount_that_cannot_be_shown_is_named(tmp_path):
+    def change(content):
+        content["run"]["learning_seconds"] = [5e-324, 0]
+
+    with pytest.raises(DataError, match=r"bad\.json is not a result .*: its `learning_seconds` cannot be 5e-324\."):
+        read(damaged(tmp_path / "bad.json", change))
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="makes a pipe with a name")
+@pytest.mark.parametrize("name", ["p.json", "p.jsonl"])
+def test_what_is_no_regular_file_is_told_and_not_waited_for(tmp_path, name):
+    os.mkfifo(tmp_path / name)
+    (tmp_path / "folder.json").mkdir()
+    write(tmp_path / "good.json", FULL)
+    finished = threading.Timer(10, lambda: os.close(os.open(tmp_path / name, os.O_WRONLY | os.O_NONBLOCK)))
+    finished.start()  # whoever waits at the pipe is let go
+    try:
+        with pytest.warns(HoldfastWarning) as told:
+            assert collected(tmp_path) == [FULL]
+    finally:
+        finished.cancel()
+    said = [str(each.message) for each in told]
+    assert f"left out: {tmp_path / name} could not be read: it is no regular file." in said
+    assert any(line.startswith(f"left out: {tmp_path / 'folder.json'} could not be read: ") for line in said)
+    assert len(said) == 2
 
 
 @pytest.mark.parametrize("name", ["accuracy", "method", "seed"])

@@ -42,13 +42,17 @@ JOINT = "joint"
 
 @dataclass(frozen=True)
 class Entry:
-    """A method: how it is made of a strength, and what it is. `model` makes its network where that is its own."""
+    """A method: how it is made of a strength, and what it is. `model` makes its network where that is its own.
+
+    One that `keeps_data` looks at the old inputs again: a bound for the others, and no rival of theirs.
+    """
 
     make: Callable[[float], Method]
     about: str
     has_strength: bool = True
     model: Callable[[int], nn.Module] | None = None
     fits: Callable[[Protocol], bool] = lambda protocol: True
+    keeps_data: bool = False
 
 
 def _by_squares(protocol: Protocol) -> bool:
@@ -74,7 +78,7 @@ def _convolves(protocol: Protocol) -> bool:
 METHODS: dict[str, Entry] = {
     "fine-tuning": Entry(lambda s: FineTuning(), "train on, and hold nothing", False),
     "frozen": Entry(lambda s: FineTuning(tasks=1), "learn the first task and stop", False),
-    JOINT: Entry(lambda s: FineTuning(), "all tasks at once: the old data is kept", False),
+    JOINT: Entry(lambda s: FineTuning(), "all tasks at once: the old data is kept", False, keeps_data=True),
     "l2": Entry(lambda s: Held(uniform(), strength=s), "one number for every weight, as much in all as the Fisher"),
     "ewc": Entry(lambda s: Held(diagonal(), strength=s), "EWC, J: one running penalty; exact diagonal Fisher"),
     "ewc-original": Entry(lambda s: Held(diagonal(), per_task, s), "EWC, J_original: one penalty per task"),
@@ -127,7 +131,7 @@ METHODS: dict[str, Entry] = {
     ),
     "probes-merged": Entry(
         lambda s: Distilled(probes(), strength=s, merge=True),
-        "the same, one Gaussian for all tasks: constant memory",
+        "the same, one Gaussian for all tasks that have the same outputs: constant memory there",
         fits=_of_images,
     ),
     "probes+kronecker": Entry(
@@ -151,6 +155,7 @@ METHODS: dict[str, Entry] = {
     "true-inputs": Entry(
         lambda s: Distilled(true_inputs, strength=s),
         "the answers to the old inputs themselves, unlabeled: they are kept",
+        keeps_data=True,
     ),
     "owm": Entry(lambda s: Projected(s), "orthogonal weight modification (Zeng 2019), with SGD"),
 }

@@ -7,25 +7,31 @@ import os
 import signal
 import threading
 import warnings
-from collections.abc import Iterator
-from concurrent.futures import Executor, ProcessPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import BrokenExecutor, CancelledError, Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager
+from typing import Any
 
 from ..errors import ArgumentError, HoldfastWarning
 
 _ANSWER = 15.0  # seconds that a scheduler is given to answer
 _ENDING = 5.0  # seconds that a worker is given to end
+_TRIES = 2  # of a job whose worker dies
 
 
 @contextmanager
 def processes(count: int) -> Iterator[Executor]:
-    """Worker processes on this machine. Left by an error or Ctrl-C, they are stopped at once."""
+    """Worker processes on this machine. Left by an error or Ctrl-C, they are stopped at once.
+
+    One that is killed is replaced. The job that it was at is tried once more, and the others never hear of it.
+    """
     others = set(multiprocessing.active_children())
-    pool = ProcessPoolExecutor(count, multiprocessing.get_context("spawn"), initializer=_begin)
+    pool = _Processes(count)
     try:
         yield pool
         pool.shutdown()
     except BaseException:
+        pool.stop()
         workers = [child for child in multiprocessing.active_children() if child not in others]
         for worker in workers:
             worker.terminate()
@@ -35,6 +41,53 @@ def processes(count: int) -> Iterator[Executor]:
                 worker.kill()
         pool.shutdown(cancel_futures=True)  # to its end: Python's own exit trips over a pool that is half closed
         raise
+
+
+class _Processes(Executor):
+    """Pools of one process each, with a thread that waits for it: a process that dies breaks no pool but its own."""
+
+    def __init__(self, count: int) -> None:
+        self._threads = ThreadPoolExecutor(count)
+        self._idle = [_pool() for _ in range(count)]
+        self._starting, self._stopped = threading.Lock(), False
+
+    def submit(self, work: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        return self._threads.submit(self._made, work, *args, **kwargs)
+
+    def stop(self) -> None:
+        """From now on no process is started and no job is begun."""
+        with self._starting:
+            self._stopped = True
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        self._threads.shutdown(wait, cancel_futures=cancel_futures)
+        for pool in self._idle:
+            pool.shutdown(wait, cancel_futures=cancel_futures)
+
+    def _made(self, work: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """What a process makes of a job, and another one where the first dies."""
+        pool, died = self._idle.pop(), 0
+        try:
+            while True:
+                try:
+                    return self._begun(pool, work, *args, **kwargs).result()
+                except BrokenExecutor:
+                    pool.shutdown()
+                    pool, died = _pool(), died + 1
+                    if died == _TRIES:
+                        raise
+        finally:
+            self._idle.append(pool)
+
+    def _begun(self, pool: Executor, work: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[Any]:
+        with self._starting, interrupts_held():  # a pool's first job starts its process
+            if self._stopped:
+                raise CancelledError
+            return pool.submit(work, *args, **kwargs)
+
+
+def _pool() -> Executor:
+    return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), initializer=_begin)
 
 
 @contextmanager

@@ -169,8 +169,8 @@ def _received(future: Future[Result | Failure]) -> Result | Failure:
         return Failure("it was called off before it was finished: start the same again.")
     except BrokenExecutor:
         return Failure(
-            "a worker process died, and all that was not finished with it. It was killed, most likely for want of "
-            "memory: start the same again, with fewer workers."
+            "its worker process died, twice. It was killed, most likely for want of memory: start the same again, with "
+            "fewer workers."
         )
     except Exception as error:
         return Failure(f"its worker died or could not be reached: {_said(error)}", traceback.format_exc())

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import gc
 import hashlib
+import os
 import platform
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +20,9 @@ import torch
 from torch import nn
 
 from .. import __version__
-from ..errors import ArgumentError, require_number
+from ..curvature import diagonal_fisher
+from ..errors import ArgumentError, DataError, require_number
+from ..likelihood import categorical
 from . import results
 from .catalog import JOINT, METHODS, one_of
 from .measures import Run
@@ -68,6 +71,7 @@ class Job:
             "seed": self.seed,
             "validating": self.validating,
             "chosen": self.chosen,
+            "keeps_data": METHODS[self.method].keeps_data,
             # What a Python installation carries is another text in another version.
             **({"python": platform.python_version()} if self.protocol.stream == "text" else {}),
         }
@@ -88,9 +92,16 @@ class Job:
         return self.path(folder, device).with_suffix(".error.txt")
 
     def done(self, folder: Path, device: str = "cpu") -> Result | None:
-        """Its result, if there is one. A damaged file raises a DataError."""
+        """Its result, if there is one. A damaged file raises a DataError, and so does one with another's result."""
         found = self.path(folder, device)
-        return results.read(found) if found.exists() else None
+        if not found.exists():
+            return None
+        result = results.read(found)
+        kind = "cpu" if str(result.made.get("device", "")).startswith("CPU") else "cuda"
+        elsewhere = device.partition(":")[0] not in (kind, "auto")
+        if dict(result.job) != self.config or result.made.get("version") != code_version() or elsewhere:
+            raise DataError(f"{found} holds another run's result than its name says.")
+        return result
 
 
 def grid(
@@ -121,12 +132,24 @@ def execute(
     with _TURN, torch.cuda.device(device) if device.startswith("cuda") else nullcontext():
         if threads is not None:
             torch.set_num_threads(threads)
+        _warm(device)
         try:
             return Result(job.config, _made(job, device, progress), machine(device, job.chosen))
         finally:
             if device.startswith("cuda"):  # what this process keeps in reserve, the others on the GPU go without
                 gc.collect()
                 torch.cuda.empty_cache()
+
+
+@functools.cache
+def _warm(device: str) -> None:
+    """Use once what libraries set up at their first use, which is no part of what the first run costs."""
+    with torch.random.fork_rng():
+        model, x, y = nn.Linear(4, 3).to(device), torch.randn(8, 4, device=device), torch.arange(8, device=device) % 3
+        optimizer = torch.optim.Adam(model.parameters())
+        torch.autograd.backward(nn.functional.cross_entropy(model(x), y))
+        optimizer.step()
+        diagonal_fisher(model, [(x, y)], categorical)
 
 
 def _made(job: Job, device: str, progress: Callable[[str], None]) -> Run:
@@ -145,15 +168,31 @@ def _made(job: Job, device: str, progress: Callable[[str], None]) -> Run:
 
 
 def save(
-    made: Run, folder: Path, *, protocol: str, strength: float | None = None, description: str = "", device: str = "cpu"
+    made: Run,
+    folder: str | os.PathLike[str],
+    *,
+    protocol: str,
+    strength: float | None = None,
+    description: str = "",
+    device: str = "cpu",
 ) -> Path:
-    """Keep a run of one's own among a folder's results, where `holdfast report` finds it under its protocol."""
+    """Keep a run of one's own among a folder's results, where `holdfast report` finds it under its protocol.
+
+    Methods are told apart by their names and strengths: another run under the same is not written over.
+    """
+    folder = Path(folder)
     config: dict[str, Any] = {
         "protocol": protocol, "description": description, "numbers": {}, "method": made.method, "strength": strength,
         "seed": made.seed, "validating": False, "chosen": False,
     }  # fmt: skip
     folder.mkdir(parents=True, exist_ok=True)
     target = results.path(folder, {**config, "device": device.partition(":")[0]}, code_version())
+    if target.exists() and results.read(target).run.accuracy != made.accuracy:
+        raise ArgumentError(
+            f"{folder} has a run of {made.method!r} with seed {made.seed} on {protocol!r}, and this is another one. "
+            "Give each method a name of its own, run(..., name=...), or a strength; or remove the file "
+            f"{target.name}, or save to another folder."
+        )
     results.write(target, Result(config, made, machine(device)))
     return target
 
@@ -202,12 +241,12 @@ def code_version() -> str:
 
 
 def chosen(found: Mapping[Job, Run], candidates: Callable[[Job], bool]) -> float:
-    """The strength with the best mean accuracy among validation runs; the first one tried wins a tie."""
+    """The strength with the best mean accuracy among validation runs; of several such, the smallest."""
     scores: dict[float, list[float]] = {}
     for job, made in found.items():
         if job.validating and candidates(job):
             scores.setdefault(job.strength, []).append(made.average)
-    return max(scores, key=lambda strength: sum(scores[strength]) / len(scores[strength]))
+    return max(sorted(scores), key=lambda strength: sum(scores[strength]) / len(scores[strength]))
 
 
 def _plain(value: Any) -> Any:

@@ -79,6 +79,12 @@ class Run:
         )  # fmt: skip
 
     @property
+    def lowest_after_a_switch(self) -> float:
+        """How low the earlier tasks fell, on average over the switches, while a new one was learned."""
+        found = [low for low in self.lowest if low is not None]
+        return statistics.fmean(found) if found else math.nan
+
+    @property
     def gap(self) -> float:
         """The stability gap: how far the earlier tasks dipped, at worst after a switch, below where they ended up."""
         pairs = zip(self.settled, self.lowest, strict=False)

@@ -154,6 +154,8 @@ def _left_out(error: DataError) -> None:
 
 def _content(file: Path) -> bytes:
     try:
+        if file.exists() and not (file.is_file() or file.is_dir()):
+            raise OSError("it is no regular file")  # a pipe that nobody writes to is waited for without end
         return file.read_bytes()
     except OSError as error:
         raise DataError(f"{file} could not be read: {error}.") from error

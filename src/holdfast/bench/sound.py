@@ -8,6 +8,9 @@ from typing import Any
 
 from .measures import Run
 
+_LEAST, _MOST = 1e-9, 1e15  # seconds, or bytes
+_STEEPEST = 1e100  # nats
+
 
 def require_sound(job: Mapping[str, Any], made: Mapping[str, Any], run: Run) -> None:
     """Raise a ValueError, or what comes of taking a thing for another, where a table or a picture would fail."""
@@ -16,14 +19,16 @@ def require_sound(job: Mapping[str, Any], made: Mapping[str, Any], run: Run) -> 
         raise ValueError("its table of accuracies is empty")
     _require_table("accuracy", run.accuracy, stages, tasks, _is_share)
     if run.nll:
-        _require_table("nll", run.nll, stages, tasks, _is_number)
+        _require_table("nll", run.nll, stages, tasks, _is_likelihood)
+        if any(math.inf in row and -math.inf in row for row in run.nll):
+            raise ValueError("its `nll` cannot be inf and -inf after the same stage")
     _require("untrained", run.untrained, tasks, _is_share)
     for name in ("lowest", "settled"):
         _require(name, getattr(run, name), stages, lambda value: value is None or _is_share(value))
     for name in ("learning_seconds", "remembering_seconds"):
-        _require(name, getattr(run, name), stages, _is_amount)
+        _require(name, getattr(run, name), stages, lambda value: _is_amount(value) and _is_measured(value))
     for name in ("kept_bytes", "learning_bytes", "remembering_bytes"):
-        _require(name, getattr(run, name), stages, _is_count)
+        _require(name, getattr(run, name), stages, lambda value: _is_count(value) and _is_measured(value))
     _require("strength", [job["strength"]], 1, lambda value: value is None or _is_amount(value))
     _require("seed", [job["seed"], run.seed], 2, _is_count)
     _require("validating", [job["validating"]], 1, lambda value: isinstance(value, bool))
@@ -58,6 +63,16 @@ def _is_share(value: Any) -> bool:
 
 def _is_amount(value: Any) -> bool:
     return _is_number(value) and 0.0 <= value < math.inf
+
+
+def _is_measured(value: float) -> bool:
+    """Nothing at all, or what a clock can tell and a machine can hold: a logarithmic axis has room for it."""
+    return value == 0 or _LEAST <= value <= _MOST
+
+
+def _is_likelihood(value: Any) -> bool:
+    """Training that diverges may leave none at all, but what is finite can be summed and squared."""
+    return _is_number(value) and (not math.isfinite(value) or abs(value) <= _STEEPEST)
 
 
 def _is_count(value: Any) -> bool:

@@ -1,11 +1,21 @@
 """The command line: holdfast demo | bench | report | diagnose | inspect | merge | forecast."""
 
-from . import bench, demo, diagnosis, memories
-from .console import app
+import sys
+
+try:
+    from . import bench, demo, diagnosis, memories
+    from .console import app
+except KeyboardInterrupt:
+    print("Stopped.")
+    sys.exit(130)
 
 __all__ = ["app", "bench", "demo", "diagnosis", "main", "memories"]
 
 
 def main() -> None:
     """The entry point of the `holdfast` command."""
-    app()
+    try:
+        app()
+    except KeyboardInterrupt:  # before a command has begun: those that can be stopped say so themselves
+        print("Stopped.")
+        sys.exit(130)

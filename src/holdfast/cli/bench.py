@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from ..bench.protocols import Protocol
 
 _MOST_SEEDS = 1000
+_NAMED = 3  # of the jobs that failed alike
 _DEFAULTS = "fine-tuning,frozen,joint,ewc,kronecker"
 
 
@@ -65,8 +66,10 @@ def bench(
         if commands:
             or_exit(lambda: _print_commands(asked, out, device, threads, sweep_tasks if sweep else None, changes))
             return
+        from ..bench.jobs import present
+
         outcome = or_exit(lambda: _run(asked, out, workers, dask, device, threads, sweep_tasks if sweep else None))
-        _print_outcome(outcome, out)
+        _print_outcome(outcome, out, device if dask else present(device))
     if outcome.failed:
         raise typer.Exit(1)
 
@@ -108,7 +111,7 @@ class _Asked:
         )
         if sweep and len(set(found)) < 2:
             raise ArgumentError("--sweep chooses among strengths: give two or more, with commas.")
-        if sweep and SWEEP_SEED in which:
+        if SWEEP_SEED in which:
             raise ArgumentError(f"seed {SWEEP_SEED} is the one that strengths are chosen on: take others.")
         return cls(chosen, names, which, found)
 
@@ -222,7 +225,7 @@ def _print_command(
     print(shlex.join(words))
 
 
-def _print_outcome(outcome: Outcome, out: Path) -> None:
+def _print_outcome(outcome: Outcome, out: Path, device: str) -> None:
     from ..bench.measures import percent
     from ..bench.results import grouped
 
@@ -235,10 +238,14 @@ def _print_outcome(outcome: Outcome, out: Path) -> None:
             cells = [percent([getattr(run, each) for run in runs]) for each in ("average", "forgetting", "newest")]
             table.add_row(method, "" if strength is None else f"{strength:g}", *cells, str(len(runs)))
         console.print(table)
-    for job, error in outcome.failed.items():
-        written = job.error_path(out)
-        more = f" All of it: {written}" if written.exists() else ""
-        console.print(f"[red]failed[/red] {escape(f'{job.name}: {error}{more}')}", soft_wrap=True)
+    for error in dict.fromkeys(outcome.failed.values()):  # what befell many is told once
+        jobs = [job for job, said in outcome.failed.items() if said == error]
+        names = "; ".join(job.name for job in jobs[:_NAMED])
+        rest = f"; and {len(jobs) - _NAMED} more" if len(jobs) > _NAMED else ""
+        which = names if len(jobs) == 1 else f"{len(jobs)} jobs ({names}{rest})"
+        written = next((path for job in jobs if (path := job.error_path(out, device)).exists()), None)
+        more = f" All of it: {written}" if written else ""
+        console.print(f"[red]failed[/red] {escape(f'{which}: {error}{more}')}", soft_wrap=True)
     if outcome.found:
         console.print(
             f"The page of all this: [bold]holdfast report {escape(shlex.quote(str(out)))}[/bold]", soft_wrap=True

@@ -51,6 +51,7 @@ def report_command(
     if len({path.resolve() for path in targets}) < len(targets):
         raise ArgumentError("The page, the tables and the bundle need a file each: two of them have the same name.")
     for path in targets:  # before the work, not after it
+        _require_apart(path, results, bundling=path is bundled)
         if not path.resolve().parent.is_dir():
             raise ArgumentError(f"{path} could not be written: its folder does not exist.")
     with warnings.catch_warnings(record=True) as caught:
@@ -66,6 +67,13 @@ def report_command(
         _write(markdown, as_markdown(tables(found)))
     if csv is not None:
         _write(csv, as_csv(found))
+
+
+def _require_apart(target: Path, results: Path, bundling: bool) -> None:
+    """Raise where something would be written over the results that it is made of; a bundle in their folder may."""
+    inside = results.resolve() in target.resolve().parents and target.exists() and target.suffix in (".json", ".jsonl")
+    if target.resolve() == results.resolve() or (inside and not bundling):
+        raise ArgumentError(f"{target} is among the results that the report is made of: give another name.")
 
 
 def _part(section: Section, marked: Mapping[str, Mark], name: str) -> dict[str, object]:

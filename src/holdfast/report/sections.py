@@ -7,11 +7,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..bench.catalog import METHODS
 from ..bench.measures import Run
 from ..bench.results import Result, grouped
 
 # What of a job may differ between the runs of one entry, or is shown elsewhere.
-_OWN = ("protocol", "method", "strength", "seed", "validating", "chosen", "description")
+_OWN = ("protocol", "method", "strength", "seed", "validating", "chosen", "keeps_data", "description")
 
 
 @dataclass(frozen=True)
@@ -60,8 +61,9 @@ class Entry:
     @property
     def keeps_data(self) -> bool:
         """Whether it may look at old data, as joint training does: no rival of those that may not."""
-        joint = self.method.lower().startswith("joint") or not self.in_turn
-        return bool(self.results[0].job.get("keeps_data", joint))
+        known = METHODS.get(self.method)
+        said = self.results[0].job.get("keeps_data", known is not None and known.keeps_data)
+        return bool(said) or self.method.lower().startswith("joint") or not self.in_turn
 
 
 @dataclass(frozen=True)

@@ -75,6 +75,7 @@ MEASURES: tuple[Measure, ...] = (
     Measure("each when new, %", "newest", lambda run: run.newest, 100, 2),
     Measure("backward transfer, points", "backward", lambda run: run.backward, 100, 2),
     Measure("forward transfer, points", "forward", lambda run: run.forward, 100, 2),
+    Measure("lowest after a switch, %", "lowest", lambda run: run.lowest_after_a_switch, 100, 2),
     Measure("stability gap, points", "gap", lambda run: run.gap, 100, 2),
     Measure("nll, nats", "nll", lambda run: run.average_nll, 1, 3),
     Measure("learning, s", "learning_seconds", lambda run: _total(run.learning_seconds)),
@@ -82,6 +83,13 @@ MEASURES: tuple[Measure, ...] = (
     Measure("kept, MB", "kept_bytes", lambda run: run.kept_bytes[-1] if run.kept_bytes else math.nan, 1e-6),
     Measure("peak in learning, MB", "learning_bytes", lambda run: _most(run.learning_bytes), 1e-6),
     Measure("peak in remembering, MB", "remembering_bytes", lambda run: _most(run.remembering_bytes), 1e-6),
+)
+
+
+_READ = (
+    "Lowest after a switch: the earlier tasks at their worst while a new one was learned. The gap is how much of that "
+    "came back by the end: what is forgotten for good is no gap.",
+    "Seconds and peaks are of the process that made the run, beyond what it had taken before and kept.",
 )
 
 
@@ -103,7 +111,7 @@ def leaderboard(section: Section) -> Table:
         "Leaderboard",
         ("method", "strength", "seeds", *(measure.heading for measure in MEASURES), "source"),
         tuple(rows),
-        section.notes,
+        (*section.notes, *_READ),
         best_first=average,
     )
 
@@ -143,7 +151,8 @@ def _measured(entry: Entry) -> Row:
     chosen = f", chosen on {entry.chosen_on}" if entry.chosen_on else ""
     strength = Cell(DASH, math.nan) if entry.strength is None else Cell(f"{entry.strength:g}{chosen}", entry.strength)
     numbers = [measure.cell(entry.runs) for measure in MEASURES]
-    return Row((_word(entry.method), strength, _count(count), *numbers, _word("measured")))
+    source = f"measured, {entry.made_with}" if entry.made_with else "measured"
+    return Row((_word(entry.method), strength, _count(count), *numbers, _word(source)))
 
 
 def _published(one: Published) -> Row:
