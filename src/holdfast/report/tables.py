@@ -86,13 +86,6 @@ MEASURES: tuple[Measure, ...] = (
 )
 
 
-_READ = (
-    "Lowest after a switch: the earlier tasks at their worst while a new one was learned. The gap is how much of that "
-    "came back by the end: what is forgotten for good is no gap.",
-    "Seconds and peaks are of the process that made the run, beyond what it had taken before and kept.",
-)
-
-
 def tables(results: Sequence[Result]) -> list[Table]:
     """For each protocol the leaderboard, and the paired comparisons where there are any."""
     found = []
@@ -111,7 +104,7 @@ def leaderboard(section: Section) -> Table:
         "Leaderboard",
         ("method", "strength", "seeds", *(measure.heading for measure in MEASURES), "source"),
         tuple(rows),
-        (*section.notes, *_READ),
+        section.notes,
         best_first=average,
     )
 
