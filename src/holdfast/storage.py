@@ -147,7 +147,10 @@ def _rebuilt(facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Memory:
     """The memory that `facts` and `tensors` describe, if it says of itself what they do."""
     memory = _rebuilt_but_for_id(facts, tensors)
     if memory.posterior.id != facts["id"]:
-        raise ArgumentError("what it says of itself is not what it holds.")
+        raise ArgumentError(
+            "what it says of itself is not what it holds: its identity is another. It was changed, or written by an "
+            "older holdfast; then make it anew."
+        )
     return memory
 
 
