@@ -82,9 +82,7 @@ def measured(layers: int, width: int, options: argparse.Namespace) -> dict[str, 
     with parts.part("compact"):
         small = known.compact()
     del known, fisher
-    tensors = [*small.mean.values(), *small.precision.tensors.values()]
-    kept = sum(each.nbytes for each in tensors)
-    del tensors
+    kept = sum(each.nbytes for each in small.tensors.values())
     identity = small.id
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         path = Path(folder) / "memory.safetensors"

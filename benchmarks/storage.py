@@ -50,8 +50,7 @@ STRENGTH, EPOCHS = 100.0, 10
 
 def bytes_each(known: holdfast.Posterior) -> float:
     """What a posterior keeps, for each parameter."""
-    kept = [*known.mean.values(), *known.precision.tensors.values()]
-    return sum(tensor.nbytes for tensor in kept) / sum(value.numel() for value in known.mean.values())
+    return sum(tensor.nbytes for tensor in known.tensors.values()) / sum(value.numel() for value in known.mean.values())
 
 
 def timed(setting: Setting, names: list[str], rounds: int, device: str) -> dict[str, Any]:

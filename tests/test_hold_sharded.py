@@ -344,9 +344,9 @@ def test_memories_that_differ_are_refused_on_every_rank(found, how):
     ("what", "of"),
     [
         ("Fishers that differ", "different Fishers: rank 1 differs from rank 0 in"),
-        ("posteriors that differ", "different posteriors: rank 1 differs from rank 0 in `mean of "),
-        ("factors that differ", "different posteriors: rank 1 differs from rank 0 in `precision of "),
-        ("ways back that differ", "different memories: rank 1 differs from rank 0 in `mean of "),
+        ("posteriors that differ", "different posteriors: rank 1 differs from rank 0 in `mean."),
+        ("factors that differ", "different posteriors: rank 1 differs from rank 0 in `precision."),
+        ("ways back that differ", "different memories: rank 1 differs from rank 0 in `mean."),
     ],
 )
 def test_no_mixture_is_made_of_what_ranks_bring(found, what, of):

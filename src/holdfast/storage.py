@@ -133,10 +133,8 @@ def _said(memory: Memory) -> dict[str, Any]:
 
 
 def _tensors(memory: Memory) -> dict[str, Tensor]:
-    posterior = memory.posterior
     return {
-        **{f"mean.{name}": value for name, value in posterior.mean.items()},
-        **{f"precision.{name}": value for name, value in posterior.precision.tensors.items()},
+        **memory.posterior.tensors,
         **{f"buffers.{name}": value for name, value in memory.buffers.items()},
         **{f"probes.{name}": value for name, value in (memory.probes.tensors if memory.probes else {}).items()},
         **{f"answers.{name}": value for name, value in (memory.answers.tensors if memory.answers else {}).items()},

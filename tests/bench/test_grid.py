@@ -260,7 +260,8 @@ def test_processes_make_the_same_runs(tmp_path):
 def test_a_process_that_was_killed_is_replaced(tmp_path):
     with processes(1) as pool:
         os.kill(pool.submit(os.getpid).result(), signal.SIGKILL)
-        outcome = run_all(JOBS[:2], tmp_path, pool, threads=1)
+        with pytest.warns(HoldfastWarning, match="a worker process died.* its job is tried once more"):
+            outcome = run_all(JOBS[:2], tmp_path, pool, threads=1)
     assert list(outcome.found) == JOBS[:2]
     assert outcome.failed == {}
 
@@ -276,9 +277,13 @@ def deadly(folder, name, times):
 
 def test_a_job_whose_process_dies_is_tried_twice_and_the_others_once(tmp_path):
     times = {"good": 0, "unlucky": 1, "deadly": 9, "patient": 0}
-    with processes(2) as pool:
+
+    def outcomes(pool):
         futures = {name: pool.submit(deadly, tmp_path, name, count) for name, count in times.items()}
-        made = {name: future.exception() or future.result() for name, future in futures.items()}
+        return {name: future.exception() or future.result() for name, future in futures.items()}
+
+    with processes(2) as pool, pytest.warns(HoldfastWarning, match="a worker process died"):
+        made = outcomes(pool)
     assert isinstance(made.pop("deadly"), BrokenProcessPool)
     assert made == {name: name for name in ("good", "unlucky", "patient")}
     begun = {name: (tmp_path / name).stat().st_size for name in times}

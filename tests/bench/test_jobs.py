@@ -3,6 +3,7 @@
 import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -161,5 +162,8 @@ def test_a_run_of_ones_own_is_not_written_over_by_another(tmp_path):
     with pytest.raises(ArgumentError, match=r"has a run of 'Held' with seed 3 on 'clouds'.*name=\.\.\."):
         save(other, tmp_path, protocol="clouds")
     assert [one.run for one in collected(tmp_path)] == [made]
-    save(other, tmp_path, protocol="clouds", strength=2.0)
+    with pytest.raises(ArgumentError, match="and this is another one"):
+        save(replace(made, nll=[[0.1, 0.2], [0.3, 0.4]]), tmp_path, protocol="clouds")
+    save(other, tmp_path, protocol="clouds", strength=2.0, keeps_data=True)
+    assert {bool(one.job["keeps_data"]) for one in collected(tmp_path)} == {False, True}
     assert len(collected(tmp_path)) == 2

@@ -76,6 +76,11 @@ class _Processes(Executor):
                     pool, died = _pool(), died + 1
                     if died == _TRIES:
                         raise
+                    if not self._stopped:
+                        warnings.warn(
+                            "a worker process died, most likely for want of memory, and was replaced: its job is tried "
+                            "once more.", HoldfastWarning, stacklevel=2,
+                        )  # fmt: skip
         finally:
             self._idle.append(pool)
 

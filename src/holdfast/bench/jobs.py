@@ -144,7 +144,7 @@ def execute(
 @functools.cache
 def _warm(device: str) -> None:
     """Use once what libraries set up at their first use, which is no part of what the first run costs."""
-    with torch.random.fork_rng():
+    with torch.random.fork_rng([device] if device.startswith("cuda") else []):
         model, x, y = nn.Linear(4, 3).to(device), torch.randn(8, 4, device=device), torch.arange(8, device=device) % 3
         optimizer = torch.optim.Adam(model.parameters())
         torch.autograd.backward(nn.functional.cross_entropy(model(x), y))
@@ -175,19 +175,21 @@ def save(
     strength: float | None = None,
     description: str = "",
     device: str = "cpu",
+    keeps_data: bool = False,
 ) -> Path:
     """Keep a run of one's own among a folder's results, where `holdfast report` finds it under its protocol.
 
-    Methods are told apart by their names and strengths: another run under the same is not written over.
+    Methods are told apart by their names and strengths: another run under the same is not written over. One that
+    `keeps_data` looks at old data again, and is no yardstick for those that do not.
     """
     folder = Path(folder)
     config: dict[str, Any] = {
         "protocol": protocol, "description": description, "numbers": {}, "method": made.method, "strength": strength,
-        "seed": made.seed, "validating": False, "chosen": False,
+        "seed": made.seed, "validating": False, "chosen": False, "keeps_data": keeps_data,
     }  # fmt: skip
     folder.mkdir(parents=True, exist_ok=True)
     target = results.path(folder, {**config, "device": device.partition(":")[0]}, code_version())
-    if target.exists() and results.read(target).run.accuracy != made.accuracy:
+    if target.exists() and _known(results.read(target).run) != _known(made):
         raise ArgumentError(
             f"{folder} has a run of {made.method!r} with seed {made.seed} on {protocol!r}, and this is another one. "
             "Give each method a name of its own, run(..., name=...), or a strength; or remove the file "
@@ -195,6 +197,11 @@ def save(
         )
     results.write(target, Result(config, made, machine(device)))
     return target
+
+
+def _known(made: Run) -> tuple[Any, ...]:
+    """What a run came to, and not how long it took."""
+    return made.accuracy, made.nll
 
 
 def present(device: str) -> str:

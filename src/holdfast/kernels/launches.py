@@ -37,7 +37,7 @@ def launches(*roles: Sequence[Tensor], entries: Sequence[Tensor | Codes]) -> lis
     kinds = [each.factor if isinstance(each, Codes) else each.dtype for each in entries]
     alike = list(zip(*([each.dtype for each in role] for role in roles), kinds, strict=True))
     lots: dict[tuple[Any, ...], list[int]] = {kind: [] for kind in alike}
-    if not all(each in _DTYPES or isinstance(each, float) for kind in lots for each in kind):
+    if any(isinstance(each, torch.dtype) and each not in _DTYPES for kind in lots for each in kind):
         return None
     for row, (kind, param) in enumerate(zip(alike, roles[0], strict=True)):
         if param.numel():

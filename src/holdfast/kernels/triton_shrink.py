@@ -10,9 +10,10 @@ import triton.language as tl
 from torch import Tensor
 
 from .codes import Codes
+from .shrink import FIRM
 from .triton_roles import DTYPES, Lot, numbers, places, weights
 
-_FIRM = tl.constexpr(2.0**64)  # as `shrink.FIRM`
+_FIRM = tl.constexpr(FIRM)
 
 
 @triton.jit

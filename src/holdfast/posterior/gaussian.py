@@ -68,8 +68,8 @@ class Posterior:
     @property
     def tensors(self) -> dict[str, Tensor]:
         """All that it consists of, under names that say what each is."""
-        mean = {f"mean of {name}": value for name, value in self.mean.items()}
-        return {**mean, **{f"precision of {name}": value for name, value in self.precision.tensors.items()}}
+        mean = {f"mean.{name}": value for name, value in self.mean.items()}
+        return {**mean, **{f"precision.{name}": value for name, value in self.precision.tensors.items()}}
 
     @property
     def id(self) -> str:
