@@ -43,7 +43,7 @@ def save(memory: Posterior | Memory, path: str | os.PathLike[str]) -> None:
     if any(map(in_pieces, tensors.values())):
         folder.write(path, canonical(_said(memory)), lambda: _facts(memory), tensors, _rebuilt_but_for_id)
     else:
-        file.write(path, _facts(memory), tensors, _rebuilt)
+        file.write(path, _facts(memory), tensors, _rebuilt_but_for_id)
 
 
 def load(
