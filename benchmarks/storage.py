@@ -88,8 +88,8 @@ def timed(setting: Setting, names: list[str], rounds: int, device: str) -> dict[
                     nn.functional.cross_entropy(out.flatten(0, -2).float(), y.flatten()).backward()
                     optimizer.step()
                 _wait(device)
-            if turn >= 2:
-                times[way].append((time.perf_counter() - begun) / setting.steps)
+                if turn >= 2:
+                    times[way].append((time.perf_counter() - begun) / setting.steps)
     rows = []
     for (name, stored, offload), spent in times.items():
         ratios = [mine / plain for mine, plain in zip(spent, times[name, "", False], strict=True)]

@@ -66,12 +66,12 @@ def _total(tensor: Tensor) -> Tensor:
     mine, where = _integers(part(tensor)).reshape(-1), box(tensor)
     if where.start is not None:
         return _weighted(mine.unsqueeze(0), where.start).squeeze(0)
-    total = torch.zeros((), dtype=torch.int64, device=mine.device)
+    total, room = torch.zeros((), dtype=torch.int64, device=mine.device), _Room(mine, _AT_ONCE)
     for first in range(0, len(mine), _AT_ONCE):
         chunk = mine[first : first + _AT_ONCE]
         places = where.places(first, first + len(chunk), mine.device)
         rows = _odd(places // _BLOCK, seed=1)
-        total += (_folded(chunk) * _weights(mine.device)[places % _BLOCK] * rows).sum()
+        total += (room.folded(chunk) * _weights(mine.device)[places % _BLOCK] * rows).sum()
     return total
 
 
@@ -96,29 +96,39 @@ def _weighted(rows: Tensor, begin: int = 0) -> Tensor:
     total = torch.zeros(rows.shape[0], dtype=torch.int64, device=rows.device)
     width, weights, start = rows.shape[1], _weights(rows.device), 0
     most = _FOR_A_CORE * torch.get_num_threads() if rows.device.type == "cpu" else _AT_ONCE
+    room = _Room(rows, max(most, rows.shape[0]))
     while start < width:
         lead = (begin + start) % _BLOCK
         taken = min((width - start) // _BLOCK, most // (_BLOCK * max(1, rows.shape[0]))) if not lead else 0
         if taken:  # several blocks side by side
-            chunk = rows[:, start : start + taken * _BLOCK].reshape(-1, taken, _BLOCK)
+            chunk = rows[:, start : start + taken * _BLOCK].view(-1, taken, _BLOCK)
             blocks = torch.arange(taken, device=rows.device) + (begin + start) // _BLOCK
-            total += ((_folded(chunk) * weights).sum(2) * _odd(blocks, seed=1)).sum(1)
+            total += (room.folded(chunk).mul_(weights).sum(2) * _odd(blocks, seed=1)).sum(1)
             start += taken * _BLOCK
         else:
             last = min(width, start + _BLOCK - lead, start + max(1, most // max(1, rows.shape[0])))
-            weighed = _folded(rows[:, start:last]) * weights[lead : lead + last - start]
+            weighed = room.folded(rows[:, start:last]).mul_(weights[lead : lead + last - start])
             total += weighed.sum(1) * _of_block((begin + start) // _BLOCK)
             start = last
     return total
 
 
-def _folded(bits: Tensor) -> Tensor:
-    """Integers as int64, what is in their high bits in the low ones too: round numbers have nothing but zeros there."""
-    found = bits.to(torch.int64)
-    for size, shift in ((8, 32), (4, 16)):
-        if bits.element_size() >= size:
-            found = found + (found >> shift)
-    return found
+class _Room:
+    """Memory for integers that are folded a chunk at a time: asked for once, and not anew for each."""
+
+    def __init__(self, like: Tensor, most: int) -> None:
+        size = (min(most, like.numel()),)
+        self._wide = torch.empty(size, dtype=torch.int64, device=like.device)
+        self._spare = torch.empty(size if like.element_size() > 2 else (0,), dtype=torch.int64, device=like.device)
+
+    def folded(self, bits: Tensor) -> Tensor:
+        """Integers as int64, what is in their high bits in the low ones too: round numbers have only zeros there."""
+        found = self._wide[: bits.numel()].view(bits.shape).copy_(bits)
+        for size, shift in ((8, 32), (4, 16)):
+            if bits.element_size() >= size:
+                spare = self._spare[: bits.numel()].view(bits.shape)
+                found += torch.bitwise_right_shift(found, shift, out=spare)
+        return found
 
 
 @functools.lru_cache(maxsize=16)

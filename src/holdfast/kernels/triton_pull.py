@@ -10,7 +10,22 @@ import triton.language as tl
 from torch import Tensor
 
 from .codes import Codes
-from .triton_roles import DTYPES, Lot, numbers, places, weights
+from .triton_roles import DTYPES, Lot, lies_even, numbers, places, put, weights
+
+
+@triton.jit
+def _tile(
+    at, tensors, octave, start, size, scale,
+    GRAD: tl.constexpr, PARAM: tl.constexpr, MEAN: tl.constexpr, ENTRY: tl.constexpr, CODED: tl.constexpr,
+    EVEN: tl.constexpr,
+):  # fmt: skip
+    place = places(start, EVEN)
+    inside = (place >= 0) & (place < size)
+    delta = numbers(at + tensors, place, inside, PARAM, EVEN) - numbers(at + 2 * tensors, place, inside, MEAN, EVEN)
+    entry = weights(at + 3 * tensors, at + 4 * tensors, octave, start, size, place, inside, ENTRY, CODED, EVEN)
+    pull = delta * entry
+    put(at, place, inside, numbers(at, place, inside, GRAD, EVEN) + scale * pull, GRAD, EVEN)
+    return tl.sum(0.5 * delta * pull)
 
 
 @triton.jit
@@ -22,17 +37,14 @@ def _kernel(
     tile = tl.program_id(0)
     owner = tl.load(owners + tile)
     start, size = tl.load(starts + tile), tl.load(sizes + owner)
-    place = places(start)
-    inside = (place >= 0) & (place < size)
     at = pointers + owner
-    delta = numbers(at + tensors, place, inside, PARAM) - numbers(at + 2 * tensors, place, inside, MEAN)
-    entry = weights(at + 3 * tensors, at + 4 * tensors, octave, start, size, place, inside, ENTRY, CODED)
-    pull = delta * entry
-    grad = numbers(at, place, inside, GRAD)
     if SCALED:
         scale = scale * tl.load(factor).to(tl.float32)
-    tl.store(tl.load(at).to(tl.pointer_type(GRAD)) + place, (grad + scale * pull).to(GRAD), mask=inside)
-    tl.store(partial + tile, tl.sum(0.5 * delta * pull))
+    if lies_even(at, tensors, start, size, 4):
+        value = _tile(at, tensors, octave, start, size, scale, GRAD, PARAM, MEAN, ENTRY, CODED, True)
+    else:
+        value = _tile(at, tensors, octave, start, size, scale, GRAD, PARAM, MEAN, ENTRY, CODED, False)
+    tl.store(partial + tile, value)
 
 
 def pull(

@@ -16,11 +16,13 @@ from .triton_tensors import TILE, pointers, tiles
 
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
-_ROWS, _BLOCK, _STEPS = tl.constexpr(TILE // BLOCK), tl.constexpr(BLOCK), tl.constexpr(STEPS)
+_TILE, _ROWS = tl.constexpr(TILE), tl.constexpr(TILE // BLOCK)
+_BLOCK, _STEPS = tl.constexpr(BLOCK), tl.constexpr(STEPS)
 _ZERO, _LARGEST = tl.constexpr(ZERO), tl.constexpr(LARGEST)
 _RAISED = tl.constexpr(2**15 // STEPS + 1)  # octaves that make every top positive
 _LEAST = tl.constexpr(-1000)  # octaves: float64 has no powers of two far below
 _PER_STEP = tl.constexpr(1 / STEPS)
+_VECTOR = tl.constexpr(16)  # bytes that a thread reads at once, and entries: a multiple of as many for every dtype
 
 
 class Lot(NamedTuple):
@@ -47,22 +49,52 @@ class Lot(NamedTuple):
 
 
 @triton.jit
-def places(start):
+def lies_even(at, tensors, start, size, ROLES: tl.constexpr):
+    """Whether a tile is full, and all its roles start at a multiple of 16 bytes: then it is read 16 bytes at a time."""
+    even = (start >= 0) & (start + _TILE <= size) & (start % _VECTOR == 0)
+    for role in tl.static_range(ROLES):
+        even = even & (tl.load(at + role * tensors) % _VECTOR == 0)
+    return even
+
+
+@triton.jit
+def places(start, EVEN: tl.constexpr):
     """Where the entries of a tile are in their tensor. Its rows are blocks of codes."""
+    if EVEN:
+        start = start // _VECTOR * _VECTOR  # the same number, and the compiler sees what it is a multiple of
     return start + tl.arange(0, _ROWS)[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
 
 
 @triton.jit
-def numbers(at, place, inside, DTYPE: tl.constexpr):
-    """The entries of a tile in float32, of the tensor whose address is at `at`."""
-    return tl.load(tl.load(at).to(tl.pointer_type(DTYPE)) + place, mask=inside, other=0.0).to(tl.float32)
+def raw(at, place, inside, DTYPE: tl.constexpr, EVEN: tl.constexpr, other):
+    """The entries of a tile as they are, of the tensor whose address is at `at`."""
+    base = tl.load(at).to(tl.pointer_type(DTYPE))
+    return tl.load(tl.multiple_of(base, 16) + place) if EVEN else tl.load(base + place, mask=inside, other=other)
 
 
 @triton.jit
-def weights(at, tops_at, octave, start, size, place, inside, ENTRY: tl.constexpr, CODED: tl.constexpr):
+def numbers(at, place, inside, DTYPE: tl.constexpr, EVEN: tl.constexpr):
+    """The same in float32."""
+    return raw(at, place, inside, DTYPE, EVEN, 0.0).to(tl.float32)
+
+
+@triton.jit
+def put(at, place, inside, found, DTYPE: tl.constexpr, EVEN: tl.constexpr):
+    """Write a tile's entries to the tensor whose address is at `at`."""
+    base = tl.load(at).to(tl.pointer_type(DTYPE))
+    if EVEN:
+        tl.store(tl.multiple_of(base, 16) + place, found.to(DTYPE))
+    else:
+        tl.store(base + place, found.to(DTYPE), mask=inside)
+
+
+@triton.jit
+def weights(
+    at, tops_at, octave, start, size, place, inside, ENTRY: tl.constexpr, CODED: tl.constexpr, EVEN: tl.constexpr
+):
     """Entries of Λ in float32, from numbers or from codes."""
     if CODED:
-        code = tl.load(tl.load(at).to(tl.pointer_type(tl.uint8)) + place, mask=inside, other=_ZERO).to(tl.int32)
+        code = raw(at, place, inside, tl.uint8, EVEN, _ZERO).to(tl.int32)
         row = tl.arange(0, _ROWS)
         first = (start + _BLOCK - 1) // _BLOCK  # a first tile may start before its tensor does
         tops = tl.load(tops_at).to(tl.pointer_type(tl.int16)) + first + row
@@ -73,7 +105,7 @@ def weights(at, tops_at, octave, start, size, place, inside, ENTRY: tl.constexpr
         below = tl.exp2(code.to(tl.float32) * -_PER_STEP)
         found = tl.where(code == _ZERO, 0.0, below * scale[:, None])
     else:
-        found = numbers(at, place, inside, ENTRY)
+        found = numbers(at, place, inside, ENTRY, EVEN)
     return found
 
 

@@ -11,9 +11,23 @@ from torch import Tensor
 
 from .codes import Codes
 from .shrink import FIRM
-from .triton_roles import DTYPES, Lot, numbers, places, weights
+from .triton_roles import DTYPES, Lot, lies_even, numbers, places, put, weights
 
 _FIRM = tl.constexpr(FIRM)
+
+
+@triton.jit
+def _tile(
+    at, tensors, octave, start, size, scale,
+    PARAM: tl.constexpr, MEAN: tl.constexpr, ENTRY: tl.constexpr, CODED: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    place = places(start, EVEN)
+    inside = (place >= 0) & (place < size)
+    param = numbers(at, place, inside, PARAM, EVEN)
+    delta = param - numbers(at + tensors, place, inside, MEAN, EVEN)
+    entry = weights(at + 2 * tensors, at + 3 * tensors, octave, start, size, place, inside, ENTRY, CODED, EVEN)
+    entry = tl.minimum(entry * scale, _FIRM)
+    put(at, place, inside, param - delta * (entry / (1.0 + entry)), PARAM, EVEN)
 
 
 @triton.jit
@@ -24,15 +38,11 @@ def _kernel(
     tile = tl.program_id(0)
     owner = tl.load(owners + tile)
     start, size = tl.load(starts + tile), tl.load(sizes + owner)
-    place = places(start)
-    inside = (place >= 0) & (place < size)
     at = pointers + owner
-    param = numbers(at, place, inside, PARAM)
-    delta = param - numbers(at + tensors, place, inside, MEAN)
-    entry = weights(at + 2 * tensors, at + 3 * tensors, octave, start, size, place, inside, ENTRY, CODED)
-    entry = tl.minimum(entry * scale, _FIRM)
-    shrunk = (param - delta * (entry / (1.0 + entry))).to(PARAM)
-    tl.store(tl.load(at).to(tl.pointer_type(PARAM)) + place, shrunk, mask=inside)
+    if lies_even(at, tensors, start, size, 3):
+        _tile(at, tensors, octave, start, size, scale, PARAM, MEAN, ENTRY, CODED, True)
+    else:
+        _tile(at, tensors, octave, start, size, scale, PARAM, MEAN, ENTRY, CODED, False)
 
 
 def shrink(params: Sequence[Tensor], means: Sequence[Tensor], entries: Sequence[Tensor | Codes], scale: float) -> None:
