@@ -1,7 +1,7 @@
 """What a hold adds to a step of training, as a ratio to the plain step: by the weights, by the answers to probes.
 
     python benchmarks/hold.py --threads 1 --out benchmarks/results/hold-cpu.json
-    python benchmarks/hold.py --models gpt-large mlp --out benchmarks/results/hold-h200.json      # on a GPU
+    python benchmarks/hold.py --models gpt-large mlp --rounds 10 --out benchmarks/results/hold-h200.json      # on a GPU
 
 A step is a forward and a backward pass on a batch and Adam or SGD (on a GPU: fused); the others are that step, held.
 "in the loss" is the control, the penalty as a term to differentiate; a copy of the bytes that the pull of a diagonal

@@ -1,7 +1,8 @@
 """A large GPT on one GPU, from its Fisher to a held step: what each part takes in time, and at its peak in memory.
 
-    python benchmarks/large.py --out benchmarks/results/large-h200.json      # 1.6 billion parameters
-    python benchmarks/large.py --layers 40 --width 4608                      # 10.7 billion
+    python benchmarks/large.py --batch 8 --folder /dev/shm --out benchmarks/results/large-h200.json   # 1.6 billion
+    python benchmarks/large.py --batch 8 --folder /dev/shm --layers 40 --width 4608 \\
+        --out benchmarks/results/large-h200-11b.json                                                  # 10.7 billion
 
 Weights, gradients and AdamW's state in bfloat16, weights drawn at random and tokens too: the costs are those of a real
 model, and what is learned is not looked at. The memory: the diagonal Fisher by `batch_sum_fisher`, consolidated in

@@ -308,7 +308,8 @@ def distributed() -> list[str]:
         said = f"{found['device']}, torch {found['torch']}, {found['date']}; a step as a ratio to the plain one"
         size = f"{found['timed']['parameters'] / 1e6:.1f} M parameters"
         lines += [f"{said}, {found.get('model', 'mlp')}, {size}:", "", table(found), ""]
-    runs = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(RESULTS.glob("large-h200*.json"))]
+    runs = [json.loads(path.read_text(encoding="utf-8")) for path in RESULTS.glob("large-h200*.json")]
+    runs.sort(key=lambda run: int(run["parameters"]))
     lines += [f"{runs[0]['device']}, torch {runs[0]['torch']}, {runs[0]['date']}, weights in bfloat16:", ""]
     return [*lines, large_table(runs), "", "On paper:", "", plan()]
 
