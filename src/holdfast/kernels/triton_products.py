@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -12,11 +13,13 @@ from torch import Tensor
 # Tiles of the result, length of a step along the positions, stages, warps: for results with many tiles, and with few.
 _LARGE = (128, 256, 64, 3, 8)
 _SMALL = (64, 128, 64, 4, 4)
+# Without matrix units every product is an instruction: longer steps are longer code, which takes seconds to compile.
+_EXACT = (64, 128, 16, 4, 4)
 # A result with fewer tiles than this leaves multiprocessors idle: its examples are shared out among several programs.
 _PROGRAMS = 264
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["examples", "per_share"])  # else compiled anew for numbers that change nothing
 def _kernel(
     left, right, total, parts, examples, positions, rows, columns,
     left_example, left_group, left_position, left_row, right_example, right_group, right_position, right_column,
@@ -59,7 +62,10 @@ def squared_products(total: Tensor, left: Tensor, right: Tensor) -> None:
     examples, groups, positions, rows = left.shape
     columns = right.shape[-1]
     large = -(-rows // 128) * -(-columns // 256) >= _PROGRAMS // 2
-    height, width, step, stages, warps = _LARGE if large and left.element_size() == 2 else _SMALL
+    precision = _precision(left)
+    few = _EXACT if precision == "ieee" else _SMALL
+    height, width, step, stages, warps = _LARGE if large and left.element_size() == 2 else few
+    stages = max(1, min(stages, _shared_memory(total.device) // ((height + width) * step * left.element_size())))
     tiles = -(-rows // height) * -(-columns // width)
     per_share = -(-examples // max(1, min(examples, _PROGRAMS // (tiles * groups))))
     shares = -(-examples // per_share)
@@ -68,7 +74,7 @@ def squared_products(total: Tensor, left: Tensor, right: Tensor) -> None:
     with _on(total.device):
         _kernel[(tiles, shares, groups)](
             left, right, total, parts, examples, positions, rows, columns, *left.stride(), *right.stride(), per_share,
-            PRECISION=_precision(left), ROWS=height, COLUMNS=width, STEP=step, num_stages=stages, num_warps=warps,
+            PRECISION=precision, ROWS=height, COLUMNS=width, STEP=step, num_stages=stages, num_warps=warps,
         )  # fmt: skip
     if shares > 1:
         total += parts.sum(0)
@@ -76,6 +82,15 @@ def squared_products(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 def _on(device: torch.device) -> AbstractContextManager[None]:
     return nullcontext() if device.index == torch.cuda.current_device() else torch.cuda.device(device)
+
+
+@functools.cache
+def _shared_memory(device: torch.device) -> int:
+    """Bytes that a program may have on a multiprocessor: stages beyond them would not start."""
+    least = (
+        99 * 2**10 if torch.version.cuda else 2**16
+    )  # of GPUs with matrix units, for versions of torch that cannot say
+    return int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", least))
 
 
 def _precision(left: Tensor) -> str:
