@@ -24,6 +24,8 @@ from typing import Any
 from holdfast.bench.measures import spread
 from holdfast.bench.published import published
 from holdfast.bench.results import collected, grouped
+from holdfast.report.sections import sections
+from holdfast.report.tables import sweep
 
 RESULTS = Path(__file__).parent / "results"
 MODELS = {
@@ -131,7 +133,9 @@ def bench() -> list[str]:
     lines: list[str] = []
     # Each folder is a device's: the same protocol on another one is another table.
     for bundle in sorted((RESULTS / "bench").glob("*.jsonl")):
-        for protocol, found in grouped(collected(bundle)):
+        results = collected(bundle)
+        tried = {section.protocol: sweep(section) for section in sections(results)}
+        for protocol, found in grouped(results):
             job, made = found[0].job, found[0].made
             lines += [
                 f"**{protocol}**: {job['description']}. {made['device']}, torch {made['torch']}, {made['date']}:",
@@ -153,6 +157,12 @@ def bench() -> list[str]:
                 note = f"; {each.note}" if each.note else ""
                 lines.append(f"| *{each.method}, {each.source}{note}* | {how} | {each.accuracy:.1f} | | | | | |")
             lines.append("")
+            strengths = tried[protocol]
+            if strengths is not None:
+                lines += [f"{strengths.title}. {strengths.notes[0]}", "", f"| {' | '.join(strengths.headings)} |"]
+                lines.append("|---|" + "---|" * (len(strengths.headings) - 1))
+                lines += [f"| {' | '.join(cell.text for cell in row.cells)} |" for row in strengths.rows]
+                lines.append("")
     return lines[:-1]
 
 

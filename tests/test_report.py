@@ -162,6 +162,27 @@ def test_a_seed_counts_once_and_the_newest_run_of_it():
     assert "The runs of EWC differ in more than the seed: epochs." in board.notes
 
 
+def test_strengths_tried_on_validation_data_are_shown_beside_what_was_chosen(toy):
+    tried = [
+        result("EWC", 100, [[0.9], [0.5, 0.7]], strength=1.0, validating=True, made={"date": "2026-01-01"}),
+        result("EWC", 100, [[0.9], [0.7, 0.9]], strength=10.0, validating=True),
+        result("EWC", 100, [[0.9], [0.5, 0.9]], strength=1.0, validating=True, made={"date": "2026-01-02"}),
+        result("SI", 100, [[0.9], [0.6, 0.6]], strength=10.0, validating=True),
+        result("SI", 100, [[0.9], [0.1, 0.1]], strength=3.0, validating=True, protocol="another"),
+    ]
+    *before, table = tables([*toy, *tried])
+    assert before == tables(toy)
+    assert [[cell.text for cell in row.cells] for row in table.rows] == [
+        ["EWC", "70.00", "80.00"],
+        ["SI", "–", "60.00"],
+    ]
+    assert table.headings == ("method", "1", "10")
+    assert "2 tasks, seed 100" in table.notes[0]
+    page = bench_page([*toy, *tried])
+    assert table.title in page
+    assert table.title not in bench_page(toy)
+
+
 def test_published_numbers_stand_among_ours_and_say_what_they_were_chosen_on():
     (board,) = tables([result("EWC", 0, [[0.9, 0.1], [0.8, 0.9]], protocol="vcl")])
     assert [row.cells[0].text for row in board.rows] == [

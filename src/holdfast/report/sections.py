@@ -68,7 +68,10 @@ class Entry:
 
 @dataclass(frozen=True)
 class Section:
-    """A protocol with its entries, the best first, and what a reader should know before comparing them."""
+    """A protocol with its entries, the best first, and what a reader should know before comparing them.
+
+    `tried` are the runs on validation data by which strengths were chosen.
+    """
 
     protocol: str
     title: str
@@ -76,6 +79,7 @@ class Section:
     description: str
     entries: tuple[Entry, ...]
     notes: tuple[str, ...]
+    tried: tuple[Result, ...] = ()
 
     @property
     def results(self) -> list[Result]:
@@ -93,14 +97,15 @@ def sections(results: Sequence[Result]) -> list[Section]:
     """The results judged on test data, by protocol; one run with different numbers of tasks is several protocols."""
     found = []
     for protocol, group in grouped(list(results)):
+        tried = [one for one in results if one.validating and one.protocol == protocol]
         sizes = sorted({_tasks(one) for one in group})
         for size in sizes:
             title = protocol if len(sizes) == 1 else f"{protocol}, {size} tasks"
-            found.append(_section(protocol, title, size, [one for one in group if _tasks(one) == size]))
+            found.append(_section(protocol, title, size, [one for one in group if _tasks(one) == size], tried))
     return found
 
 
-def _section(protocol: str, title: str, tasks: int, results: list[Result]) -> Section:
+def _section(protocol: str, title: str, tasks: int, results: list[Result], tried: list[Result]) -> Section:
     # One run for a seed: the newest. Counting a seed twice would make the spread look smaller than it is.
     latest: dict[tuple[str, float | None, str, str], dict[int, Result]] = {}
     differing = [name for name in ("version", "device") if len(distinct(one.made.get(name) for one in results)) > 1]
@@ -112,7 +117,7 @@ def _section(protocol: str, title: str, tasks: int, results: list[Result]) -> Se
     kept = [one for entry in entries for one in entry.results]
     description = next((str(one.job["description"]) for one in kept if one.job.get("description")), "")
     notes = _notes(entries, kept, len(results) - len(kept))
-    return Section(protocol, title, tasks, description, tuple(entries), tuple(notes))
+    return Section(protocol, title, tasks, description, tuple(entries), tuple(notes), tuple(tried))
 
 
 def _notes(entries: Sequence[Entry], kept: Sequence[Result], older: int) -> list[str]:

@@ -87,11 +87,9 @@ MEASURES: tuple[Measure, ...] = (
 
 
 def tables(results: Sequence[Result]) -> list[Table]:
-    """For each protocol the leaderboard, and the paired comparisons where there are any."""
-    found = []
-    for section in sections(results):
-        found += [leaderboard(section), *([versus] if (versus := comparisons(section)) else [])]
-    return found
+    """For each protocol the leaderboard, the paired comparisons and the strengths tried, where there are any."""
+    made = [table(section) for section in sections(results) for table in (leaderboard, comparisons, sweep)]
+    return [table for table in made if table is not None]
 
 
 def leaderboard(section: Section) -> Table:
@@ -131,6 +129,34 @@ def comparisons(section: Section) -> Table | None:
             "in twenty is beyond it by chance.",
         ),
         best_first=2,
+    )
+
+
+def sweep(section: Section) -> Table | None:
+    """What each method came to on validation data at each strength; nothing where none was chosen so."""
+    newest: dict[tuple[str, float | None], Result] = {}
+    for one in sorted(section.tried, key=lambda one: str(one.made.get("date", ""))):
+        newest[one.run.method, one.strength] = one
+    strengths = sorted({strength for _, strength in newest if strength is not None})
+    if not strengths:
+        return None
+    methods = sorted({method for method, _ in newest})
+    rows = [[newest.get((method, strength)) for strength in strengths] for method in methods]
+    average = MEASURES[0]
+    tasks = " or ".join(map(str, sorted({len(one.run.accuracy[-1]) for one in newest.values()})))
+    seeds = ", ".join(map(str, sorted({one.run.seed for one in newest.values()})))
+    return Table(
+        section.title,
+        "Strengths on validation data",
+        ("method", *(f"{strength:g}" for strength in strengths)),
+        tuple(
+            Row((_word(method), *(average.cell([one.run]) if one else Cell(DASH, math.nan) for one in row)))
+            for method, row in zip(methods, rows, strict=True)
+        ),
+        (
+            f"Average accuracy in percent on held-out training data, {tasks} tasks, seed {seeds}. "
+            "The best one is taken, and of equals the smallest.",
+        ),
     )
 
 
