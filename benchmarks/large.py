@@ -182,6 +182,8 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, help="write the results as JSON")
     options = parser.parse_args()
+    if options.width < 64 or options.width % 64:
+        parser.error("--width must be a multiple of 64: a head is as wide")
     if options.batches < 2:
         parser.error("--batches must be 2 or more: the first step is not timed")
     run = measured(options.layers, options.width, options)

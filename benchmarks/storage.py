@@ -175,7 +175,8 @@ def table(found: dict[str, Any]) -> str:
 
 
 def _spread(values: list[float], sign: str = "") -> str:
-    return f"{statistics.fmean(values):{sign}.1f} ± {statistics.stdev(values):.1f}"
+    about = f" ± {statistics.stdev(values):.1f}" if len(values) > 1 else " (1 seed)"
+    return f"{statistics.fmean(values):{sign}.1f}{about}"
 
 
 # The plan on paper.
@@ -194,14 +195,22 @@ STORAGES = {
 }
 
 
+def of_a_copy(measured: dict[str, Any]) -> dict[str, float]:
+    """What the pull in each storage took of a copy of as many bytes: by itself, or float32 on the tensors of a GPT."""
+    apart = {stored: each["ratio_to_floor"]["pull"] for stored, each in measured["storages"].items()}
+    return {"float32": measured["ratio_to_floor"]["fused"], **apart}
+
+
 def planned(parameters: float, gpus: int) -> list[dict[str, Any]]:
     """Bytes on each GPU, and seconds of a step, of the hold on a model in pieces."""
     measured = json.loads((RESULTS / "pull-h200.json").read_text(encoding="utf-8"))
     speed, share, rows = measured["floor_bytes_per_second"], parameters / gpus, []
+    ratios = of_a_copy(measured)
+    most = max(ratios[stored] for stored in STORAGES if stored in ratios)  # for what was not measured by itself
     for stored, (mean, entry) in STORAGES.items():
         tops = 2 * parameters / BLOCK if entry == 1 else 0.0  # all of them on each
         moved = WEIGHT + 2 * GRADIENT + mean + entry
-        beyond = measured["storages"][stored]["ratio_to_floor"]["pull"]
+        beyond = ratios.get(stored, most)
         rows.append({
             "parameters": parameters, "gpus": gpus, "stored": stored,
             "bytes": share * (mean + entry) + tops,
@@ -220,15 +229,13 @@ def plan() -> str:
     here, there = ("", f"{said}, ") if link is None else (f", {said}", "")
     lines = [
         f"{measured['floor_bytes_per_second'] / 1e12:.2f} TB/s measured ({measured['device']}, {measured['date']}), "
-        f"and what the pull takes beyond a copy of its bytes{here}; assumed: {there}{TOKENS:,} "
+        f"and what the pull takes of a copy of its bytes{here}; assumed: {there}{TOKENS:,} "
         f"tokens a GPU and step at {FLOPS / 1e12:.0f} TFLOP/s.",
         "",
-        "| memory | bytes that a pull moves, a parameter | of a copy of as many | one operation after another |",
-        "|---|---|---|---|",
+        "| memory | of a copy of as many bytes as the pull moves |",
+        "|---|---|",
+        *(f"| {stored} | {ratio:.2f} |" for stored, ratio in of_a_copy(measured).items()),
     ]
-    for stored, each in measured["storages"].items():
-        ratios = each["ratio_to_floor"]
-        lines.append(f"| {stored} | {each['bytes']['pull']:.2f} | {ratios['pull']:.2f} | {ratios['in pieces']:.2f} |")
     lines += [
         "",
         "| model | GPUs | memory | on each GPU, GB | pull, ms | of a step, % |",
@@ -263,6 +270,8 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, help="write the results as JSON")
     options = parser.parse_args()
+    if options.rounds < 2:
+        parser.error("--rounds must be 2 or more: quartiles are of several")
     if options.plan:
         print(plan())
         return
@@ -280,9 +289,9 @@ def main() -> None:
             for run in learned(protocol, seed)
         ],
     }  # fmt: skip
-    print(table(found))
     if options.out:
         options.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    print(table(found))
 
 
 if __name__ == "__main__":

@@ -123,7 +123,7 @@ KINDS = [
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("start", [0, 7, 1000])
+@pytest.mark.parametrize("start", [0, 7, 112, 1000])  # a multiple of 16 is read by the 16, within a block as well
 @pytest.mark.parametrize(("dtype", "mean"), KINDS, ids=str)
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("value", [False, True])
@@ -159,9 +159,10 @@ def test_the_pull_of_numbers_in_half_precision_is_computed_in_float32(device, ki
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("dtype", "mean"), KINDS, ids=str)
 @pytest.mark.parametrize("each", [False, True])
-def test_the_step_from_codes(device, dtype, mean, each, monkeypatch):
+@pytest.mark.parametrize("start", [0, 7, 112])
+def test_the_step_from_codes(device, dtype, mean, each, start, monkeypatch):
     monkeypatch.setattr(codes, "PIECE", 1000)
-    _, params, means, entries = coded_roles(device, dtype, mean, 7)
+    _, params, means, entries = coded_roles(device, dtype, mean, start)
     scales = [
         torch.rand(p.shape, generator=torch.Generator().manual_seed(8)).to(device) if each else 3.0 for p in params
     ]

@@ -67,5 +67,5 @@ def own_text(
                 text = torch.cat([text, torch.multinomial(p, 1, generator=generator)], 1)
             found.append(text)
     total = require_number(num_data, "num_data, how many old tokens there were,", positive=True)
-    weights = torch.full((count,), total / count, device=device)
+    weights = torch.full((count,), total / count, dtype=torch.float32, device=device)
     return KeptInputs(torch.cat(found), weights, "token")

@@ -2,7 +2,8 @@
 
 value = factor · 2^((top − code) / 18), and zero for code 255. The nearest step is off by at most 2^(1/36) − 1 = 1.94 %,
 for all within 2¹⁴ of their block's largest; what is smaller is held at the lowest step, 2⁻¹⁴ of it, and zeros are zero.
-There is one grid for all blocks: what was rounded once is on it, and is not rounded again in these blocks or others.
+There is one grid for all blocks: what was rounded once is on it, and is not rounded again, but for what lies more than
+2¹⁴ below the top of another block that it came to.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ def unpacked(codes: Tensor, tops: Tensor, factor: float, box: Box) -> Tensor:
     if start is not None:
         return Codes(codes.contiguous(), tops, factor, start).unpacked()
     scales, flat = scales_of(tops, factor), codes.reshape(-1)
-    found = torch.empty(len(flat), device=flat.device)
+    found = torch.empty(len(flat), dtype=torch.float32, device=flat.device)
     for first, last in bounds(len(flat), 0, piece(flat.device)):
         below = _below_top(flat.device)[flat[first:last].int()]
         torch.mul(below, scales[box.places(first, last, flat.device) // BLOCK], out=found[first:last])

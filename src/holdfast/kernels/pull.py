@@ -71,7 +71,8 @@ def _pull_in_launches(
     for rows in lots:
         mine, held, centers, weights = chosen(rows, grads, params, means, entries)
         found.append(pull(mine, held, centers, weights, scale))
-    return found[0] if len(found) == 1 else sum(found, start=torch.zeros((), device=grads[0].device))
+    nothing = torch.zeros((), dtype=torch.float32, device=grads[0].device)
+    return found[0] if len(found) == 1 else sum(found, start=nothing)
 
 
 def plain_pull(grads: Tensors, params: Tensors, means: Tensors, entries: Tensors, scale: float | Tensor) -> Tensor:
@@ -130,7 +131,7 @@ class Room:
         size = max(size, BLOCK)  # no piece of codes is smaller
         self.first, self.second = (torch.empty(size, dtype=self.wide, device=device) for _ in range(2))
         coded = len(plain) < len(entries)
-        self._read = torch.empty(size + 2 * BLOCK, device=device) if coded else self.first
+        self._read = torch.empty(size + 2 * BLOCK, dtype=torch.float32, device=device) if coded else self.first
 
     def difference(self, param: Tensor, mean: Tensor) -> Tensor:
         """θ − μ in all the digits that either has."""

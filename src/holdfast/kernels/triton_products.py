@@ -61,11 +61,11 @@ def squared_products(total: Tensor, left: Tensor, right: Tensor) -> None:
     """Add Σₙ (leftₙᵀ rightₙ)² to total (groups, rows, columns), for left (batch, groups, positions, rows)."""
     examples, groups, positions, rows = left.shape
     columns = right.shape[-1]
-    large = -(-rows // 128) * -(-columns // 256) >= _PROGRAMS // 2
+    if not examples:
+        return
     precision = _precision(left)
-    few = _EXACT if precision == "ieee" else _SMALL
-    height, width, step, stages, warps = _LARGE if large and left.element_size() == 2 else few
-    stages = max(1, min(stages, _shared_memory(total.device) // ((height + width) * step * left.element_size())))
+    room = _shared_memory(total.device)
+    height, width, step, stages, warps = tiling(rows, columns, left.element_size(), precision, room)
     tiles = -(-rows // height) * -(-columns // width)
     per_share = -(-examples // max(1, min(examples, _PROGRAMS // (tiles * groups))))
     shares = -(-examples // per_share)
@@ -80,6 +80,14 @@ def squared_products(total: Tensor, left: Tensor, right: Tensor) -> None:
         total += parts.sum(0)
 
 
+def tiling(rows: int, columns: int, size: int, precision: str, room: int) -> tuple[int, int, int, int, int]:
+    """Tiles, step, stages and warps for factors of so many bytes an entry, with as much shared memory as there is."""
+    many = -(-rows // 128) * -(-columns // 256) >= _PROGRAMS // 2
+    few = _EXACT if precision == "ieee" else _SMALL
+    height, width, step, stages, warps = _LARGE if many and size == 2 else few
+    return height, width, step, max(1, min(stages, room // ((height + width) * step * size))), warps
+
+
 def _on(device: torch.device) -> AbstractContextManager[None]:
     return nullcontext() if device.index == torch.cuda.current_device() else torch.cuda.device(device)
 
@@ -87,9 +95,7 @@ def _on(device: torch.device) -> AbstractContextManager[None]:
 @functools.cache
 def _shared_memory(device: torch.device) -> int:
     """Bytes that a program may have on a multiprocessor: stages beyond them would not start."""
-    least = (
-        99 * 2**10 if torch.version.cuda else 2**16
-    )  # of GPUs with matrix units, for versions of torch that cannot say
+    least = 99 * 2**10 if torch.version.cuda else 2**16  # where torch cannot say
     return int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", least))
 
 

@@ -87,4 +87,5 @@ def kept_inputs(inputs: Tensor, *, num_data: float | None = None, unit: str = "e
     if inputs.ndim < 1 or not len(inputs):
         raise ArgumentError("kept inputs are a tensor with the examples first, at least one of them.")
     total = float(len(inputs)) if num_data is None else require_number(num_data, "num_data", positive=True)
-    return KeptInputs(inputs, torch.full((len(inputs),), total / len(inputs), device=inputs.device), unit)
+    weights = torch.full((len(inputs),), total / len(inputs), dtype=torch.float32, device=inputs.device)
+    return KeptInputs(inputs, weights, unit)
