@@ -356,26 +356,44 @@ def test_ctrl_c_keeps_what_is_finished_and_leaves_nothing_else(tmp_path, started
     assert (" jobs are there already." in again.output) == bool(kept)
 
 
-@pytest.mark.parametrize("moment", ["import", "start"])
-def test_ctrl_c_before_the_command_has_begun_is_one_line(moment):
-    """It comes with the import of a package that the command needs, or as the command reads its words."""
-    at_import = (
+@on_linux
+@pytest.mark.parametrize("name", ["torch", "typer", "holdfast.cli.bench"])
+def test_ctrl_c_while_the_command_imports_what_it_needs_ends_it_without_a_word(name):
+    program = (
+        "import os, signal, sys, holdfast_command\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "class Now:\n"
         "    def find_spec(self, name, *more):\n"
-        "        if name == 'typer': raise KeyboardInterrupt\n"
+        f"        if name == {name!r}: os.kill(os.getpid(), signal.SIGINT)\n"
         "sys.meta_path.insert(0, Now())\n"
+        "holdfast_command.main()"
     )
-    at_start = (
-        "import typer.main\n"
-        "def now(*words): raise KeyboardInterrupt\n"
-        "typer.main.get_command = now\n"
-    )  # fmt: skip
+    found = subprocess.run([sys.executable, "-c", program, "bench"], capture_output=True, text=True, env=NO_GPU)
+    assert (found.returncode, found.stdout, found.stderr) == (-signal.SIGINT, "", "")
+
+
+def test_ctrl_c_as_the_command_reads_its_words_is_one_line():
     program = (
-        f"import runpy, sys, holdfast\n{at_import if moment == 'import' else at_start}"
-        "runpy.run_module('holdfast', run_name='__main__', alter_sys=True)"
+        "import signal, typer.main, holdfast_command\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "def now(*words): signal.raise_signal(signal.SIGINT)\n"
+        "typer.main.get_command = now\n"
+        "holdfast_command.main()"
     )
     found = subprocess.run([sys.executable, "-c", program, "bench"], capture_output=True, text=True, env=NO_GPU)
     assert (found.returncode, found.stdout, found.stderr) == (130, "Stopped.\n", "")
+
+
+def test_ctrl_c_that_is_ignored_stays_so():
+    program = (
+        "import signal, sys, holdfast_command\n"
+        "signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+        "sys.argv[1:] = ['bench', '--list']\n"
+        "try: holdfast_command.main()\n"
+        "finally: assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN"
+    )
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=NO_GPU)
+    assert (found.returncode, found.stderr) == (0, "")
 
 
 @on_linux

@@ -2,12 +2,8 @@
 
 import sys
 
-try:
-    from . import bench, demo, diagnosis, memories
-    from .console import app
-except KeyboardInterrupt:
-    print("Stopped.")
-    sys.exit(130)
+from . import bench, demo, diagnosis, memories
+from .console import app
 
 __all__ = ["app", "bench", "demo", "diagnosis", "main", "memories"]
 
