@@ -9,11 +9,14 @@ import subprocess
 import sys
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+import holdfast
 from holdfast import Diagonal, Logarithmic
+from holdfast.kernels import compiled as compiled_here
 from holdfast.kernels.codes import Codes
 
 SHARED = {80: 166_912, 86: 101_376, 90: 232_448, 120: 101_376}  # bytes that a program may have, by kind of GPU
@@ -137,6 +140,12 @@ def natural() -> None:
     assert abs(float(moved[0].std()) - 1) < 0.03
 
 
+def trial() -> None:
+    from holdfast.kernels.triton_trial import run
+
+    run(torch.device("cpu"))
+
+
 def compiled() -> None:
     """Squared products have room on every GPU; pulls and steps of full, aligned tiles read 16 bytes at a time."""
     import triton
@@ -192,7 +201,7 @@ def test_pulls_and_steps_are_right_wherever_their_tensors_lie(name, stored, tmp_
 
 
 @has_triton
-@pytest.mark.parametrize("name", ["products", "blocks", "natural"])
+@pytest.mark.parametrize("name", ["products", "blocks", "natural", "trial"])
 def test_kernels_are_their_plain_twins(name, tmp_path):
     script(tmp_path, name, interpreted=True)
 
@@ -200,6 +209,42 @@ def test_kernels_are_their_plain_twins(name, tmp_path):
 @has_triton
 def test_kernels_compile_for_gpus_of_several_kinds(tmp_path):
     script(tmp_path, "compiled", interpreted=False)
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A GPU to all appearances, with Triton."""
+    for each in (compiled_here._is_there, compiled_here._runs):
+        each.cache_clear()
+    monkeypatch.setattr(compiled_here.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    yield
+    for each in (compiled_here._is_there, compiled_here._runs):
+        each.cache_clear()
+
+
+def test_where_no_kernel_can_be_compiled_plain_operations_do_the_work_and_it_is_said_once(gpu, monkeypatch):
+    def run(device):
+        raise RuntimeError(f"Failed to find C compiler for {device}.\nPlease specify one.")
+
+    monkeypatch.setitem(sys.modules, "holdfast.kernels.triton_trial", SimpleNamespace(run=run))
+    with pytest.warns(holdfast.HoldfastWarning, match=r"Failed to find C compiler for cuda:0\.\). Holdfast goes on"):
+        assert not compiled_here.has_triton()
+    assert not compiled_here.has_triton()  # a second warning would be an error
+
+
+def test_kernels_are_tried_once_and_not_while_a_step_is_recorded(gpu, monkeypatch):
+    tried = []
+    monkeypatch.setitem(sys.modules, "holdfast.kernels.triton_trial", SimpleNamespace(run=tried.append))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert compiled_here.has_triton()
+    assert not tried
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    assert compiled_here.has_triton()
+    assert compiled_here.has_triton()
+    assert tried == [torch.device("cuda", 0)]
 
 
 if __name__ == "__main__":

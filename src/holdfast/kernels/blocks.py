@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .products import has_triton
+from .compiled import has_triton
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # the kernel adds in float32
 

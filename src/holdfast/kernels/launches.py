@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .codes import Codes
-from .products import has_triton
+from .compiled import has_triton
 
 _PLAIN = {Tensor, torch.nn.Parameter}
 _DTYPES = {torch.float32, torch.bfloat16, torch.float16}  # the kernels compute in float32

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .products import has_triton
+from .compiled import has_triton
 
 Tensors = Sequence[Tensor]
 

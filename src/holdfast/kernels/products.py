@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import functools
-import importlib.util
-
 import torch
 from torch import Tensor
+
+from .compiled import has_triton
 
 # Below this many entries a product is too small to be worth a call of its own.
 _SMALL = 1 << 14
@@ -47,9 +46,3 @@ def _fits(total: Tensor, left: Tensor, right: Tensor) -> bool:
         and left.dtype in _DTYPES
         and min(left.shape[-1], right.shape[-1], left.shape[-2]) >= _TILE
     )
-
-
-@functools.cache
-def has_triton() -> bool:
-    """Whether kernels can be compiled for this GPU."""
-    return importlib.util.find_spec("triton") is not None and torch.cuda.get_device_capability() >= (8, 0)
