@@ -232,7 +232,7 @@ def plan() -> str:
         f"and what the pull takes of a copy of its bytes{here}; assumed: {there}{TOKENS:,} "
         f"tokens a GPU and step at {FLOPS / 1e12:.0f} TFLOP/s.",
         "",
-        "| memory | of a copy of as many bytes as the pull moves |",
+        "| memory | time of the pull, of a plain copy of as many bytes |",
         "|---|---|",
         *(f"| {stored} | {ratio:.2f} |" for stored, ratio in of_a_copy(measured).items()),
     ]

@@ -159,7 +159,11 @@ def bench() -> list[str]:
             lines.append("")
             strengths = tried[protocol]
             if strengths is not None:
-                lines += [f"{strengths.title}. {strengths.notes[0]}", "", f"| {' | '.join(strengths.headings)} |"]
+                lines += [
+                    f"{strengths.title}. {' '.join(strengths.notes)}",
+                    "",
+                    f"| {' | '.join(strengths.headings)} |",
+                ]
                 lines.append("|---|" + "---|" * (len(strengths.headings) - 1))
                 lines += [f"| {' | '.join(cell.text for cell in row.cells)} |" for row in strengths.rows]
                 lines.append("")

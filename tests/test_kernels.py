@@ -143,6 +143,22 @@ def test_the_pull_from_codes(device, start, dtype, mean, scaled, value, monkeypa
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("offset", [0, 1, 8])
+def test_the_pull_and_the_step_of_tensors_that_start_anywhere_in_memory(device, dtype, offset):
+    torch.manual_seed(0)
+    grad, param, mean, entry = (torch.rand(12_304 + offset, device=device).to(dtype)[offset:] for _ in range(4))
+    exact = [each.double() for each in (grad, param, mean, entry)]
+    add_pull_([grad], [param], [mean], [entry], 0.3)
+    shrink_([param], [mean], [entry], [0.3])
+    within = 1e-2 if dtype == torch.bfloat16 else 1e-5
+    pulled = exact[0] + 0.3 * exact[3] * (exact[1] - exact[2])
+    shrunk = exact[2] + (exact[1] - exact[2]) / (1 + 0.3 * exact[3])
+    torch.testing.assert_close(grad.double(), pulled, rtol=within, atol=within)
+    torch.testing.assert_close(param.double(), shrunk, rtol=within, atol=within)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kinds", KINDS, ids=str)
 def test_the_pull_of_numbers_in_half_precision_is_computed_in_float32(device, kinds):
     """A pull by bfloat16 arithmetic is off by 2⁻⁸; this one is rounded once, as it is added."""

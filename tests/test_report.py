@@ -169,6 +169,9 @@ def test_strengths_tried_on_validation_data_are_shown_beside_what_was_chosen(toy
         result("EWC", 100, [[0.9], [0.5, 0.9]], strength=1.0, validating=True, made={"date": "2026-01-02"}),
         result("SI", 100, [[0.9], [0.6, 0.6]], strength=10.0, validating=True),
         result("SI", 100, [[0.9], [0.1, 0.1]], strength=3.0, validating=True, protocol="another"),
+        # Other numbers of tasks and other settings, before these: not to be compared with them.
+        result("EWC", 100, [[0.9]], strength=100.0, validating=True, made={"date": "2025-01-01"}),
+        result("SI", 100, [[0.9], [0.9, 0.9]], strength=100.0, validating=True, job={"epochs": 2}, made={"date": ""}),
     ]
     *before, table = tables([*toy, *tried])
     assert before == tables(toy)
@@ -178,6 +181,10 @@ def test_strengths_tried_on_validation_data_are_shown_beside_what_was_chosen(toy
     ]
     assert table.headings == ("method", "1", "10")
     assert "2 tasks, seed 100" in table.notes[0]
+    assert len(table.notes) == 1
+    better = result("EWC", 100, [[0.9], [0.9, 0.9]], strength=1.0, validating=True, made={"date": "2026-01-03"})
+    noted = tables([*toy, *tried, better])[-1].notes
+    assert noted[1:] == ("EWC stands at 10, which was chosen when fewer had been tried.",)
     page = bench_page([*toy, *tried])
     assert table.title in page
     assert table.title not in bench_page(toy)

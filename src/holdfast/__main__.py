@@ -1,5 +1,5 @@
 """`python -m holdfast` is the holdfast command."""
 
-from .cli import main
+from holdfast_command import main
 
 main()

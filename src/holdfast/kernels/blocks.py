@@ -14,7 +14,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # the kernel adds in f
 
 def sums_in_one_pass(logits: Tensor) -> bool:
     """Whether logits are read once, and nothing of their size is written."""
-    return logits.is_cuda and logits.dtype in _DTYPES and logits.stride(-1) == 1 and has_triton()
+    return logits.is_cuda and logits.dtype in _DTYPES and logits.stride(-1) == 1 and has_triton(logits.device)
 
 
 def block_sums(logits: Tensor, block: int) -> tuple[Tensor, Callable[[Tensor], Tensor]]:

@@ -23,7 +23,7 @@ def launches(*roles: Sequence[Tensor], entries: Sequence[Tensor | Codes]) -> lis
     """
     device = roles[0][0].device
     # A recorded step would find the addresses of its own tensors in memory that is someone else's by then.
-    if device.type != "cuda" or not has_triton() or torch.cuda.is_current_stream_capturing():
+    if device.type != "cuda" or not has_triton(device) or torch.cuda.is_current_stream_capturing():
         return None
     kept = [(each.codes, each.tops) if isinstance(each, Codes) else (each,) for each in entries]
     every = [*chain(*roles), *chain(*kept)]  # at every step of a hold: in few long loops

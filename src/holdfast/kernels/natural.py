@@ -116,7 +116,7 @@ def plain_natural_step_(roles: Sequence[Tensors], numbers: Natural) -> None:
 def _in_one_launch(*roles: Tensors) -> bool:
     """Whether one kernel can serve all tensors; a recorded step would find their addresses taken by others."""
     first = roles[0][0]
-    fits = first.is_cuda and has_triton() and not torch.cuda.is_current_stream_capturing()
+    fits = first.is_cuda and has_triton(first.device) and not torch.cuda.is_current_stream_capturing()
     return fits and all(
         tensor.dtype == torch.float32 and tensor.is_contiguous() and tensor.numel() < 2**31 and type(tensor) is Tensor
         for role in roles

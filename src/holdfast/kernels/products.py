@@ -40,7 +40,7 @@ def plain_squared_products(total: Tensor, left: Tensor, right: Tensor) -> None:
 def _fits(total: Tensor, left: Tensor, right: Tensor) -> bool:
     return (
         total.is_cuda
-        and has_triton()
+        and has_triton(total.device)
         and total.dtype == torch.float32
         and left.dtype == right.dtype
         and left.dtype in _DTYPES

@@ -97,11 +97,12 @@ def sections(results: Sequence[Result]) -> list[Section]:
     """The results judged on test data, by protocol; one run with different numbers of tasks is several protocols."""
     found = []
     for protocol, group in grouped(list(results)):
-        tried = [one for one in results if one.validating and one.protocol == protocol]
+        tried = _alike([one for one in results if one.validating and one.protocol == protocol])
         sizes = sorted({_tasks(one) for one in group})
         for size in sizes:
             title = protocol if len(sizes) == 1 else f"{protocol}, {size} tasks"
-            found.append(_section(protocol, title, size, [one for one in group if _tasks(one) == size], tried))
+            mine = [one for one in group if _tasks(one) == size]
+            found.append(_section(protocol, title, size, mine, tried if size == sizes[-1] else []))
     return found
 
 
@@ -118,6 +119,15 @@ def _section(protocol: str, title: str, tasks: int, results: list[Result], tried
     description = next((str(one.job["description"]) for one in kept if one.job.get("description")), "")
     notes = _notes(entries, kept, len(results) - len(kept))
     return Section(protocol, title, tasks, description, tuple(entries), tuple(notes), tuple(tried))
+
+
+def _alike(tried: list[Result]) -> list[Result]:
+    """The runs on validation data that can be compared: made as the newest was, but for method and strength."""
+    made: dict[str, list[Result]] = {}
+    for one in sorted(tried, key=lambda one: str(one.made.get("date", ""))):
+        settings = {name: value for name, value in one.job.items() if name not in _OWN}
+        made.setdefault(f"{_tasks(one)} {one.run.seed} {settings}", []).append(one)
+    return max(made.values(), key=lambda group: str(group[-1].made.get("date", "")), default=[])
 
 
 def _notes(entries: Sequence[Entry], kept: Sequence[Result], older: int) -> list[str]:

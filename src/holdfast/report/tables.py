@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..bench.measures import Run, paired, spread
@@ -135,7 +135,7 @@ def comparisons(section: Section) -> Table | None:
 def sweep(section: Section) -> Table | None:
     """What each method came to on validation data at each strength; nothing where none was chosen so."""
     newest: dict[tuple[str, float | None], Result] = {}
-    for one in sorted(section.tried, key=lambda one: str(one.made.get("date", ""))):
+    for one in section.tried:
         newest[one.run.method, one.strength] = one
     strengths = sorted({strength for _, strength in newest if strength is not None})
     if not strengths:
@@ -143,8 +143,12 @@ def sweep(section: Section) -> Table | None:
     methods = sorted({method for method, _ in newest})
     rows = [[newest.get((method, strength)) for strength in strengths] for method in methods]
     average = MEASURES[0]
-    tasks = " or ".join(map(str, sorted({len(one.run.accuracy[-1]) for one in newest.values()})))
-    seeds = ", ".join(map(str, sorted({one.run.seed for one in newest.values()})))
+    run = section.tried[-1].run
+    before = [
+        f"{entry.method} stands at {entry.strength:g}, which was chosen when fewer had been tried."
+        for entry in section.entries
+        if entry.chosen_on and entry.strength != _best(newest, entry.method)
+    ]
     return Table(
         section.title,
         "Strengths on validation data",
@@ -154,10 +158,17 @@ def sweep(section: Section) -> Table | None:
             for method, row in zip(methods, rows, strict=True)
         ),
         (
-            f"Average accuracy in percent on held-out training data, {tasks} tasks, seed {seeds}. "
-            "The best one is taken, and of equals the smallest.",
+            f"Average accuracy in percent on held-out training data, {len(run.accuracy[-1])} tasks, seed {run.seed}. "
+            "Where a strength is chosen, it is the best one, and of equals the smallest.",
+            *dict.fromkeys(before),
         ),
     )
+
+
+def _best(tried: Mapping[tuple[str, float | None], Result], method: str) -> float | None:
+    """The strength at which a method did best."""
+    mine = {strength: one.run.average for (name, strength), one in tried.items() if name == method and strength}
+    return min(mine, key=lambda strength: (-mine[strength], strength), default=None)
 
 
 def shown(number: float, digits: int) -> str:
