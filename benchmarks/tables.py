@@ -321,6 +321,8 @@ def distributed() -> list[str]:
         found = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
         said = f"{found['device']}, torch {found['torch']}, {found['date']}; a step as a ratio to the plain one"
         size = f"{found['timed']['parameters'] / 1e6:.1f} M parameters"
+        plain = [row for row in found["timed"]["steps"] if row["stored"] == "nothing held"]
+        size += "".join(f", {row['optimizer']} {1e3 * row['seconds']:.1f} ms" for row in plain)
         lines += [f"{said}, {found.get('model', 'mlp')}, {size}:", "", table(found), ""]
     runs = [json.loads(path.read_text(encoding="utf-8")) for path in RESULTS.glob("large-h200*.json")]
     runs.sort(key=lambda run: int(run["parameters"]))

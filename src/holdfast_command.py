@@ -5,16 +5,15 @@ exception may show it in the middle of torch's own lines, or swallow it and go o
 """
 
 import signal
-import threading
 
 
 def main() -> None:
     """The entry point of the command."""
-    mine = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT)
-    if mine is signal.default_int_handler:
+    listening = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # in a shell's background it is ignored
+    if listening:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     from holdfast.cli import main as command
 
-    if mine is signal.default_int_handler:
-        signal.signal(signal.SIGINT, mine)
+    if listening:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     command()

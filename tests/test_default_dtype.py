@@ -85,3 +85,19 @@ def test_weights_of_kept_inputs_keep_their_digits():
         kept = holdfast.kept_inputs(torch.randn(3, 5), num_data=1001)
     assert kept.weights.dtype == torch.float32
     assert float(kept.weights.sum()) == pytest.approx(1001, rel=1e-6)
+
+
+def test_weights_of_own_text_keep_their_digits():
+    class Next(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Parameter(torch.zeros(4, 4))
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            return self.table[tokens]
+
+    model = Next()
+    with default(torch.bfloat16):
+        text = holdfast.own_text(model, count=3, length=2, num_data=1001, start=torch.tensor([[0]]))
+    assert text.weights.dtype == torch.float32
+    assert float(text.weights.sum()) == pytest.approx(1001, rel=1e-6)

@@ -184,7 +184,7 @@ def test_strengths_tried_on_validation_data_are_shown_beside_what_was_chosen(toy
     assert len(table.notes) == 1
     better = result("EWC", 100, [[0.9], [0.9, 0.9]], strength=1.0, validating=True, made={"date": "2026-01-03"})
     noted = tables([*toy, *tried, better])[-1].notes
-    assert noted[1:] == ("EWC stands at 10, which was chosen when fewer had been tried.",)
+    assert noted[1:] == ("EWC stands at 10: it was chosen from other runs than these.",)
     page = bench_page([*toy, *tried])
     assert table.title in page
     assert table.title not in bench_page(toy)

@@ -25,7 +25,7 @@ from ..errors import ArgumentError, DataError, require_number
 from ..likelihood import categorical
 from . import results
 from .catalog import JOINT, METHODS, one_of
-from .measures import Run
+from .measures import Run, best
 from .protocols import Protocol
 from .results import Result
 from .runner import run
@@ -253,7 +253,7 @@ def chosen(found: Mapping[Job, Run], candidates: Callable[[Job], bool]) -> float
     for job, made in found.items():
         if job.validating and candidates(job):
             scores.setdefault(job.strength, []).append(made.average)
-    return max(sorted(scores), key=lambda strength: sum(scores[strength]) / len(scores[strength]))
+    return best({strength: sum(each) / len(each) for strength, each in scores.items()})
 
 
 def _plain(value: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 
@@ -105,6 +105,11 @@ class Run:
     def so_far(self) -> list[float]:
         """After each stage, the mean accuracy on the tasks learned until then."""
         return [statistics.fmean(row[: stage + 1]) for stage, row in enumerate(self.accuracy)] if self.in_turn else []
+
+
+def best(scores: Mapping[float, float]) -> float:
+    """The strength with the best score; of several such, the smallest."""
+    return max(sorted(scores), key=lambda strength: scores[strength])
 
 
 def spread(values: Sequence[float]) -> tuple[float, float]:

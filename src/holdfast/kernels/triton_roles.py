@@ -69,7 +69,7 @@ def places(start, EVEN: tl.constexpr):
 def raw(at, place, inside, DTYPE: tl.constexpr, EVEN: tl.constexpr, other):
     """The entries of a tile as they are, of the tensor whose address is at `at`."""
     base = tl.load(at).to(tl.pointer_type(DTYPE))
-    return tl.load(tl.multiple_of(base, 16) + place) if EVEN else tl.load(base + place, mask=inside, other=other)
+    return tl.load(tl.multiple_of(base, _VECTOR) + place) if EVEN else tl.load(base + place, mask=inside, other=other)
 
 
 @triton.jit
@@ -83,7 +83,7 @@ def put(at, place, inside, found, DTYPE: tl.constexpr, EVEN: tl.constexpr):
     """Write a tile's entries to the tensor whose address is at `at`."""
     base = tl.load(at).to(tl.pointer_type(DTYPE))
     if EVEN:
-        tl.store(tl.multiple_of(base, 16) + place, found.to(DTYPE))
+        tl.store(tl.multiple_of(base, _VECTOR) + place, found.to(DTYPE))
     else:
         tl.store(base + place, found.to(DTYPE), mask=inside)
 

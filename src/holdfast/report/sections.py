@@ -123,11 +123,13 @@ def _section(protocol: str, title: str, tasks: int, results: list[Result], tried
 
 def _alike(tried: list[Result]) -> list[Result]:
     """The runs on validation data that can be compared: made as the newest was, but for method and strength."""
-    made: dict[str, list[Result]] = {}
-    for one in sorted(tried, key=lambda one: str(one.made.get("date", ""))):
-        settings = {name: value for name, value in one.job.items() if name not in _OWN}
-        made.setdefault(f"{_tasks(one)} {one.run.seed} {settings}", []).append(one)
-    return max(made.values(), key=lambda group: str(group[-1].made.get("date", "")), default=[])
+    in_time = sorted(tried, key=lambda one: str(one.made.get("date", "")))
+    return [
+        one
+        for one in in_time
+        if (_tasks(one), one.run.seed) == (_tasks(in_time[-1]), in_time[-1].run.seed)
+        and not _differing([one.job, in_time[-1].job])
+    ]
 
 
 def _notes(entries: Sequence[Entry], kept: Sequence[Result], older: int) -> list[str]:

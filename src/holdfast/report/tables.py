@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ..bench.measures import Run, paired, spread
+from ..bench.measures import Run, best, paired, spread
 from ..bench.published import Published, published
 from ..bench.results import Result
 from .sections import Entry, Section, sections
@@ -134,20 +134,22 @@ def comparisons(section: Section) -> Table | None:
 
 def sweep(section: Section) -> Table | None:
     """What each method came to on validation data at each strength; nothing where none was chosen so."""
-    newest: dict[tuple[str, float | None], Result] = {}
-    for one in section.tried:
-        newest[one.run.method, one.strength] = one
-    strengths = sorted({strength for _, strength in newest if strength is not None})
-    if not strengths:
+    newest = {(one.run.method, one.strength): one for one in section.tried if one.strength is not None}
+    if not newest:
         return None
+    strengths = sorted({strength for _, strength in newest})
     methods = sorted({method for method, _ in newest})
     rows = [[newest.get((method, strength)) for strength in strengths] for method in methods]
     average = MEASURES[0]
     run = section.tried[-1].run
-    before = [
-        f"{entry.method} stands at {entry.strength:g}, which was chosen when fewer had been tried."
+    taken = {
+        method: best({s: one.run.average for s, one in zip(strengths, row, strict=True) if one})
+        for method, row in zip(methods, rows, strict=True)
+    }
+    others = [
+        f"{entry.method} stands at {entry.strength:g}: it was chosen from other runs than these."
         for entry in section.entries
-        if entry.chosen_on and entry.strength != _best(newest, entry.method)
+        if entry.chosen_on and entry.method in taken and entry.strength != taken[entry.method]
     ]
     return Table(
         section.title,
@@ -160,15 +162,9 @@ def sweep(section: Section) -> Table | None:
         (
             f"Average accuracy in percent on held-out training data, {len(run.accuracy[-1])} tasks, seed {run.seed}. "
             "Where a strength is chosen, it is the best one, and of equals the smallest.",
-            *dict.fromkeys(before),
+            *dict.fromkeys(others),
         ),
     )
-
-
-def _best(tried: Mapping[tuple[str, float | None], Result], method: str) -> float | None:
-    """The strength at which a method did best."""
-    mine = {strength: one.run.average for (name, strength), one in tried.items() if name == method and strength}
-    return min(mine, key=lambda strength: (-mine[strength], strength), default=None)
 
 
 def shown(number: float, digits: int) -> str:
