@@ -79,12 +79,18 @@ def executed(monkeypatch):
         (["--device", "nonsense"], "there is no device 'nonsense'"),
         (["--device", "cuda"], "no GPU that torch can use"),
         (["--workers", "2", "--dask", "tcp://127.0.0.1:8786"], "not both"),
+        (["digits", "text", "--methods", "mas"], "mas does not apply to text: it is not for text"),
+        (["text", "--methods", "ewc", "--sweep"], "text has no validation data to choose a strength on"),
+        (["cifar10-class", "--methods", "ewc", "--workers", "2"], "CIFAR-10 was not found"),
         (["--out", "{file}"], "it is a file, not a folder"),
         (["--out", "{file}/below"], "results cannot be written to"),
     ],
 )
 def test_what_makes_no_sense_is_one_line_before_any_job(tmp_path, executed, monkeypatch, words, said):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for name, value in {"HOLDFAST_OFFLINE": "1", "HOLDFAST_CACHE": str(tmp_path / "cache")}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("HOLDFAST_DATA", raising=False)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("x", encoding="utf-8")
     result = bench(*(word.format(file=tmp_path / "file") for word in words))
@@ -161,6 +167,7 @@ def test_a_sweep_counts_both_its_stages(tmp_path, executed):
     assert "10/10 " in result.output  # 2 methods × 2 strengths, and 3 methods × 2 seeds
     assert len(executed) == 10
     assert sum(job.validating for job in executed) == 4
+    assert "ewc did best at 1, the smallest strength that was tried. Beyond it may be better ones" in result.output
 
 
 def test_jobs_that_fail_are_told_and_the_others_go_on(tmp_path, monkeypatch):
@@ -369,6 +376,23 @@ def test_ctrl_c_while_the_command_imports_what_it_needs_ends_it_without_a_word(n
         "holdfast_command.main()"
     )
     found = subprocess.run([sys.executable, "-c", program, "bench"], capture_output=True, text=True, env=NO_GPU)
+    assert (found.returncode, found.stdout, found.stderr) == (-signal.SIGINT, "", "")
+
+
+@on_linux
+def test_ctrl_c_while_python_imports_the_package_ends_it_without_a_word(tmp_path):
+    """`python -m holdfast` imports the package, and torch with it, before a line of the command's is run."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, signal, sys\n"
+        "class Now:\n"
+        "    def find_spec(self, name, *more):\n"
+        "        if name == 'torch': os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Now())\n",
+        encoding="utf-8",
+    )
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    words = [sys.executable, "-m", "holdfast", "bench", "--list"]
+    found = subprocess.run(words, capture_output=True, text=True, env={**NO_GPU, "PYTHONPATH": path})
     assert (found.returncode, found.stdout, found.stderr) == (-signal.SIGINT, "", "")
 
 

@@ -172,6 +172,10 @@ def test_strengths_tried_on_validation_data_are_shown_beside_what_was_chosen(toy
         # Other numbers of tasks and other settings, before these: not to be compared with them.
         result("EWC", 100, [[0.9]], strength=100.0, validating=True, made={"date": "2025-01-01"}),
         result("SI", 100, [[0.9], [0.9, 0.9]], strength=100.0, validating=True, job={"epochs": 2}, made={"date": ""}),
+        *(
+            result("SI", 100, [[0.9], [0.9, 0.9]], strength=10.0, validating=True, made={"date": "2025-01-01", **made})
+            for made in ({"version": "0.9"}, {"device": "cuda"}, {"data": "other files"})
+        ),
     ]
     *before, table = tables([*toy, *tried])
     assert before == tables(toy)
@@ -181,10 +185,17 @@ def test_strengths_tried_on_validation_data_are_shown_beside_what_was_chosen(toy
     ]
     assert table.headings == ("method", "1", "10")
     assert "2 tasks, seed 100" in table.notes[0]
-    assert len(table.notes) == 1
+    assert table.notes[1:] == ("EWC did best at the largest strength that was tried: beyond it may be better ones.",)
     better = result("EWC", 100, [[0.9], [0.9, 0.9]], strength=1.0, validating=True, made={"date": "2026-01-03"})
     noted = tables([*toy, *tried, better])[-1].notes
-    assert noted[1:] == ("EWC stands at 10: it was chosen from other runs than these.",)
+    assert noted[1:] == (
+        "EWC stands at 10: it was chosen from other runs than these.",
+        "EWC did best at the smallest strength that was tried: beyond it may be better ones.",
+    )
+    between = [
+        result("EWC", 100, [[0.9], [0.1, 0.1]], strength=strength, validating=True) for strength in (0.1, 1000.0)
+    ]
+    assert len(tables([*toy, *tried, *between])[-1].notes) == 1
     page = bench_page([*toy, *tried])
     assert table.title in page
     assert table.title not in bench_page(toy)

@@ -1,5 +1,7 @@
 """Teach a trained PyTorch model something new without letting it forget, and without the old data."""
 
+import holdfast_command  # noqa: F401  first of all: Ctrl-C while torch is imported
+
 from .curvature import (
     Coverage,
     Estimate,

@@ -284,6 +284,33 @@ def test_pictures_are_decoded_once(decodings, tmp_path):
     assert len(list((tmp_path / "cache" / "cifar10").iterdir())) == 2
 
 
+def test_packed_pictures_are_known_by_what_is_in_them(decodings, tmp_path, monkeypatch):
+    first = images.origin("cifar10")
+    assert len(first) == 64
+    put(tmp_path / "packed" / "cifar10", {"test.npz": npz(COLORS[1:])})
+    assert images.origin("cifar10") not in (first, "")
+    put(tmp_path / "packed" / "cifar10", {"test.npz": npz(COLORS[:2])})
+    assert images.origin("cifar10") == first
+    assert decodings == []
+    assert images.origin("digits") == ""
+    monkeypatch.setenv("HOLDFAST_DATA", str(tmp_path / "nowhere"))
+    with pytest.warns(HoldfastWarning, match="not a folder"):
+        assert images.origin("cifar10") == ""
+
+
+def test_files_that_are_verified_need_no_other_name(monkeypatch, tmp_path):
+    put(tmp_path / "mnist", idx_files(0))
+    monkeypatch.setenv("HOLDFAST_DATA", str(tmp_path))
+    known_as(monkeypatch, "MNIST", idx_files(0))
+    assert images.origin("mnist") == ""
+    images.prepare("mnist")
+    images.prepare("digits")
+    (tmp_path / "mnist" / "t10k-labels-idx1-ubyte").unlink()
+    monkeypatch.setenv("HOLDFAST_OFFLINE", "1")
+    with pytest.raises(DataError, match="was not found"):
+        images.prepare("mnist")
+
+
 @pytest.mark.parametrize("damage", [lambda raw: raw[:-7], lambda raw: raw[:-9] + b"\x07" + raw[-8:], lambda raw: b""])
 def test_damaged_pixels_are_decoded_again_and_it_is_said(damage, decodings, tmp_path):
     first = cifar10()

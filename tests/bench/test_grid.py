@@ -342,3 +342,10 @@ def test_dask_that_is_not_installed_is_told(monkeypatch):
     monkeypatch.setitem(sys.modules, "distributed", None)
     with pytest.raises(ArgumentError, match="`dask` extra"), dask("tcp://127.0.0.1:8786"):
         pass
+
+
+def test_a_sweep_looks_at_the_first_tasks_of_those_that_follow():
+    protocol = PROTOCOLS["mnist-rotated"]
+    (short,) = {job.protocol for job in trials([protocol], ["ewc"], [1.0, 10.0], 3)}
+    assert (short.tasks, short.turn) == (3, protocol.turn) == (3, 36.0)
+    assert protocol.changed(tasks=10).turn == 18.0  # half a turn in all

@@ -10,12 +10,13 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.bench import jobs
-from holdfast.bench.jobs import Job, chosen, code_version, execute, grid, present, save
+from holdfast.bench import data, jobs, results
+from holdfast.bench.jobs import Job, chosen, code_version, execute, grid, save
+from holdfast.bench.machine import present
 from holdfast.bench.measures import Run
 from holdfast.bench.protocols import PROTOCOLS
 from holdfast.bench.results import collected
-from holdfast.errors import ArgumentError
+from holdfast.errors import ArgumentError, DataError
 from holdfast.report.sections import sections
 
 QUICK = PROTOCOLS["digits"].changed(tasks=2, epochs=1)
@@ -51,6 +52,11 @@ def test_a_job_is_known_by_its_numbers_and_not_by_how_they_were_written(tmp_path
         ({"seed": -1}, "a seed is"),
         ({"seed": 0.5}, "a seed is"),
         ({"seed": 2**40}, "a seed is"),
+        ({"method": "own-text"}, "own-text does not apply to .*: it is for text"),
+        ({"method": "exact-head"}, "it needs --loss squared"),
+        ({"method": "probes-feature"}, "it is for the convolutional networks"),
+        ({"method": "mas", "protocol": PROTOCOLS["text"]}, "mas does not apply to text: it is not for text"),
+        ({"protocol": PROTOCOLS["text"], "validating": True}, "text has no validation data"),
     ],
 )
 def test_a_job_that_makes_no_sense_is_refused(wrong, message):
@@ -137,7 +143,13 @@ def test_the_version_tells_what_decides_a_run_and_not_how_it_is_shown(tmp_path, 
 
     before = version()
     assert before == code_version()
-    for name in ("cli/bench.py", "report/tables.py", "bench/published.py", "bench/digits.py", "bench/results.py"):
+    for name in (
+        "cli/bench.py",
+        "report/tables.py",
+        "bench/published.py",
+        "bench/demonstration.py",
+        "bench/results.py",
+    ):
         (copy / name).write_text("# another", encoding="utf-8")
         assert version() == before, name
     for name in ("bench/methods.py", "precision/kronecker.py", "bench/data/images.py"):
@@ -167,3 +179,15 @@ def test_a_run_of_ones_own_is_not_written_over_by_another(tmp_path):
     save(other, tmp_path, protocol="clouds", strength=2.0, keeps_data=True)
     assert {bool(one.job["keeps_data"]) for one in collected(tmp_path)} == {False, True}
     assert len(collected(tmp_path)) == 2
+
+
+def test_a_run_from_other_files_of_the_data_is_made_again(tmp_path, monkeypatch):
+    job = Job(QUICK, "fine-tuning", 0)
+    monkeypatch.setattr(data, "origin", lambda name: "one")
+    results.write(job.path(tmp_path), execute(job, threads=1))
+    assert job.done(tmp_path).made["data"] == "one"
+    monkeypatch.setattr(data, "origin", lambda name: "other")
+    with pytest.raises(DataError, match="was made from other files of digits than are here"):
+        job.done(tmp_path)
+    monkeypatch.setattr(data, "origin", lambda name: "")  # none here to compare with
+    assert job.done(tmp_path) is not None

@@ -217,3 +217,22 @@ def test_a_full_disk_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch,
         write(target, replace(FULL, made={}))
     assert [path.name for path in tmp_path.iterdir()] == ["one.json"]
     assert read(target) == FULL
+
+
+def test_a_text_takes_the_place_of_another_whole_or_not_at_all(tmp_path, monkeypatch):
+    page, link = tmp_path / "page.html", tmp_path / "link.html"
+    results.write_whole(page, "first\r\n")
+    link.symlink_to(page)
+    results.write_whole(link, "second\r\n")
+    assert link.is_symlink()
+    assert page.read_bytes() == b"second\r\n"
+
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        results.write_whole(page, "third")
+    assert page.read_bytes() == b"second\r\n"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link.html", "page.html"]
+    results.write_whole(tmp_path / os.devnull, "nothing is left of it")

@@ -41,6 +41,21 @@ JOINT = "joint"
 
 
 @dataclass(frozen=True)
+class Need:
+    """What a method asks of a protocol, in words and as a question."""
+
+    words: str
+    met: Callable[[Protocol], bool]
+
+
+_SQUARES = Need("it needs --loss squared", lambda protocol: protocol.training.loss == "squared")
+_CLASSES = Need("it needs the cross-entropy", lambda protocol: protocol.training.loss == "cross-entropy")
+_TEXT = Need("it is for text", lambda protocol: protocol.stream == "text")
+_IMAGES = Need("it is not for text", lambda protocol: protocol.stream != "text")
+_CONVOLUTIONS = Need("it is for the convolutional networks", lambda protocol: protocol.network == "convolutional")
+
+
+@dataclass(frozen=True)
 class Entry:
     """A method: how it is made of a strength, and what it is. `model` makes its network where that is its own.
 
@@ -51,28 +66,12 @@ class Entry:
     about: str
     has_strength: bool = True
     model: Callable[[int], nn.Module] | None = None
-    fits: Callable[[Protocol], bool] = lambda protocol: True
+    need: Need | None = None
     keeps_data: bool = False
 
-
-def _by_squares(protocol: Protocol) -> bool:
-    return protocol.training.loss == "squared"
-
-
-def _by_classes(protocol: Protocol) -> bool:
-    return protocol.training.loss == "cross-entropy"
-
-
-def _of_text(protocol: Protocol) -> bool:
-    return protocol.stream == "text"
-
-
-def _of_images(protocol: Protocol) -> bool:
-    return protocol.stream != "text"
-
-
-def _convolves(protocol: Protocol) -> bool:
-    return protocol.network == "convolutional"
+    def fits(self, protocol: Protocol) -> bool:
+        """Whether it can be run on a protocol."""
+        return self.need is None or self.need.met(protocol)
 
 
 METHODS: dict[str, Entry] = {
@@ -89,10 +88,14 @@ METHODS: dict[str, Entry] = {
     "ewc-hessian": Entry(lambda s: Held(hessian(), strength=s), "F′: the Hessian's diagonal, negatives at zero"),
     "si": Entry(lambda s: Recorded(s), "synaptic intelligence: Λ from the path that training took"),
     "mas": Entry(
-        lambda s: Held(sensitive, strength=s), "memory-aware synapses: no labels; its scale is its own", fits=_of_images
+        lambda s: Held(sensitive, strength=s), "memory-aware synapses: no labels; its scale is its own", need=_IMAGES
     ),
-    "mean-field": Entry(lambda s: MeanFieldChain(), "variational: a mean and a deviation for every weight", False),
-    "ivon": Entry(lambda s: IvonChain(), "variational, by natural gradients (IVON)", False),
+    "mean-field": Entry(
+        lambda s: MeanFieldChain(), "variational: a mean and a deviation for every weight; Adam", False
+    ),
+    "ivon": Entry(
+        lambda s: IvonChain(), "variational, by natural gradients (IVON), with a rate of its own, chosen on vcl", False
+    ),
     "ivon-laplace": Entry(
         lambda s: IvonChain(diagonal()), "IVON, held by the diagonal Fisher in place of what it learned", False
     ),
@@ -100,7 +103,8 @@ METHODS: dict[str, Entry] = {
         lambda s: IvonChain(evened(diagonal())), "the same, with what stays of IVON's start added to the Fisher", False
     ),
     "ewc-even": Entry(
-        lambda s: Held(evened(diagonal()), strength=s), "EWC, with what stays of IVON's start added to the Fisher"
+        lambda s: Held(evened(diagonal()), strength=s),
+        "EWC, with what stays of IVON's start on vcl added to the Fisher",
     ),
     "low-rank-32": Entry(lambda s: Held(lowrank(32), strength=s), "the diagonal and 32 directions"),
     "kronecker": Entry(lambda s: Held(kronecker(), strength=s), "Kronecker factors, merged: constant memory"),
@@ -113,7 +117,7 @@ METHODS: dict[str, Entry] = {
     "kronecker-softened": Entry(
         lambda s: Held(kronecker(temperature=4.0), strength=s),
         "Kronecker, its Fisher taken at a quarter of the logits; cross-entropy",
-        fits=_by_classes,
+        need=_CLASSES,
     ),
     "kronecker-rotated": Entry(
         lambda s: Held(kronecker(), strength=s, rotate=True), "Kronecker, steps in the factors' eigenvectors"
@@ -123,34 +127,37 @@ METHODS: dict[str, Entry] = {
         "exact recursion on 3000 random features; needs --loss squared",
         False,
         Shell,
-        _by_squares,
+        _SQUARES,
     ),
-    "lwf": Entry(lambda s: Distilled(None, strength=s), "learning without forgetting: the answers to the new inputs"),
+    "lwf": Entry(
+        lambda s: Distilled(None, strength=s),
+        "learning without forgetting: the answers to the new inputs, at temperature 1",
+    ),
     "probes": Entry(
-        lambda s: Distilled(probes(), strength=s), "the answers to Gaussian probes of the old inputs", fits=_of_images
+        lambda s: Distilled(probes(), strength=s), "the answers to Gaussian probes of the old inputs", need=_IMAGES
     ),
     "probes-merged": Entry(
         lambda s: Distilled(probes(), strength=s, merge=True),
         "the same, one Gaussian for all tasks that have the same outputs: constant memory there",
-        fits=_of_images,
+        need=_IMAGES,
     ),
     "probes+kronecker": Entry(
         lambda s: Distilled(probes(), kronecker(), strength=s),
         "the answers to probes, and the weights",
-        fits=_of_images,
+        need=_IMAGES,
     ),
     "probes-feature": Entry(
         lambda s: Distilled(feature_probes(), of_features, strength=s),
         "the answers to probes of the first linear layer's inputs, and the weights below; convolutional networks",
-        fits=_convolves,
+        need=_CONVOLUTIONS,
     ),
     "own-text": Entry(
         lambda s: Distilled(own_words(), strength=s, batch=32),
         "the answers to text of the model's own; text protocols",
-        fits=_of_text,
+        need=_TEXT,
     ),
     "discriminant": Entry(
-        lambda s: Discriminant(), "a Gaussian of rank 100 for each class, and no network", False, Shell, _of_images
+        lambda s: Discriminant(), "a Gaussian of rank 100 for each class, and no network", False, Shell, _IMAGES
     ),
     "true-inputs": Entry(
         lambda s: Distilled(true_inputs, strength=s),

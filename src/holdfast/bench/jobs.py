@@ -20,11 +20,10 @@ import torch
 from torch import nn
 
 from .. import __version__
-from ..curvature import diagonal_fisher
 from ..errors import ArgumentError, DataError, require_number
-from ..likelihood import categorical
-from . import results
+from . import data, results
 from .catalog import JOINT, METHODS, one_of
+from .machine import present
 from .measures import Run, best
 from .protocols import Protocol
 from .results import Result
@@ -33,8 +32,8 @@ from .tasks import joined
 
 # What decides a run's numbers; how they are shown does not.
 _SHOWN_ONLY = (
-    "report/", "cli/", "__main__.py", "bench/digits.py", "bench/engines.py", "bench/grid.py", "bench/measures.py",
-    "bench/published.py", "bench/results.py", "bench/sound.py",
+    "report/", "cli/", "__main__.py", "bench/demonstration.py", "bench/engines.py", "bench/grid.py",
+    "bench/measures.py", "bench/published.py", "bench/results.py", "bench/sound.py",
 )  # fmt: skip
 
 # Runs of one process take turns: they share torch's random numbers, its threads and the process's memory, by which
@@ -58,6 +57,11 @@ class Job:
         require_number(self.strength, "a strength")
         if not isinstance(self.seed, int) or not 0 <= self.seed < 2**31:
             raise ArgumentError(f"a seed is a whole number from 0 to {2**31 - 1}, got {self.seed!r}.")
+        if not METHODS[self.method].fits(self.protocol):
+            need = METHODS[self.method].need
+            raise ArgumentError(f"{self.method} does not apply to {self.protocol.name}: {need.words if need else ''}.")
+        if self.validating and self.protocol.stream == "text":
+            raise ArgumentError(f"{self.protocol.name} has no validation data to choose a strength on.")
 
     @property
     def config(self) -> dict[str, Any]:
@@ -101,6 +105,9 @@ class Job:
         elsewhere = device.partition(":")[0] not in (kind, "auto")
         if dict(result.job) != self.config or result.made.get("version") != code_version() or elsewhere:
             raise DataError(f"{found} holds another run's result than its name says.")
+        here = data.origin(self.protocol.dataset)
+        if here and result.made.get("data", "") != here:
+            raise DataError(f"{found} was made from other files of {self.protocol.dataset} than are here.")
         return result
 
 
@@ -132,24 +139,13 @@ def execute(
     with _TURN, torch.cuda.device(device) if device.startswith("cuda") else nullcontext():
         if threads is not None:
             torch.set_num_threads(threads)
-        _warm(device)
         try:
-            return Result(job.config, _made(job, device, progress), machine(device, job.chosen))
+            origin = data.origin(job.protocol.dataset)
+            return Result(job.config, _made(job, device, progress), machine(device, job.chosen, origin))
         finally:
             if device.startswith("cuda"):  # what this process keeps in reserve, the others on the GPU go without
                 gc.collect()
                 torch.cuda.empty_cache()
-
-
-@functools.cache
-def _warm(device: str) -> None:
-    """Use once what libraries set up at their first use, which is no part of what the first run costs."""
-    with torch.random.fork_rng([device] if device.startswith("cuda") else []):
-        model, x, y = nn.Linear(4, 3).to(device), torch.randn(8, 4, device=device), torch.arange(8, device=device) % 3
-        optimizer = torch.optim.Adam(model.parameters())
-        torch.autograd.backward(nn.functional.cross_entropy(model(x), y))
-        optimizer.step()
-        diagonal_fisher(model, [(x, y)], categorical)
 
 
 def _made(job: Job, device: str, progress: Callable[[str], None]) -> Run:
@@ -204,19 +200,6 @@ def _known(made: Run) -> tuple[Any, ...]:
     return made.accuracy, made.nll
 
 
-def present(device: str) -> str:
-    """A device of this machine by its name; "auto" is a GPU if there is one."""
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if device == "auto":
-        return "cuda" if count else "cpu"
-    if device == "cpu" or (count and device in ("cuda", *(f"cuda:{index}" for index in range(count)))):
-        return device
-    if device.partition(":")[0] == "cuda":
-        there = f"has {count}, counted from 0" if count else "has no GPU that torch can use: take cpu"
-        raise ArgumentError(f"there is no device {device!r}: this machine {there}.")
-    raise ArgumentError(f"there is no device {device!r}: it is cpu, cuda, cuda:1 and so on, or auto.")
-
-
 def _training(job: Job) -> Any:
     """The protocol's training; joint training has one stage with as many steps as all the tasks have."""
     training = job.protocol.training
@@ -225,13 +208,13 @@ def _training(job: Job) -> Any:
     return training
 
 
-def machine(device: str, chosen: bool = False) -> dict[str, Any]:
-    """What a run was made with."""
+def machine(device: str, chosen: bool = False, origin: str = "") -> dict[str, Any]:
+    """What a run was made with, and from what, where that has no name."""
     where = torch.cuda.get_device_name() if device.startswith("cuda") else f"CPU, {platform.machine()}"
     return {
         "version": code_version(), "device": where, "torch": torch.__version__, "python": platform.python_version(),
         "date": datetime.now().astimezone().isoformat(timespec="seconds"), "threads": torch.get_num_threads(),
-        "strength_chosen_on": "validation" if chosen else None,
+        "strength_chosen_on": "validation" if chosen else None, **({"data": origin} if origin else {}),
     }  # fmt: skip
 
 

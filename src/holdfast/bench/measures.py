@@ -112,6 +112,12 @@ def best(scores: Mapping[float, float]) -> float:
     return max(sorted(scores), key=lambda strength: scores[strength])
 
 
+def at_an_end(scores: Mapping[float, float]) -> str:
+    """Whether the best strength is the "largest" or the "smallest" of those tried, beyond which none was; else ""."""
+    taken = best(scores)
+    return "largest" if taken == max(scores) else "smallest" if taken == min(scores) else ""
+
+
 def spread(values: Sequence[float]) -> tuple[float, float]:
     """Mean and standard deviation over seeds; not a number where one of them is none."""
     if not all(map(math.isfinite, values)):
@@ -159,7 +165,7 @@ def paired(first: Sequence[Run], second: Sequence[Run]) -> Paired | None:
     return Paired(mean, deviation / math.sqrt(len(differences)), len(differences))
 
 
-# Student's t, two-sided 5 %, by degrees of freedom; the normal's beyond.
+# Student's t, two-sided 5 %, by degrees of freedom; beyond, the normal's and a little that goes away.
 _STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 
 

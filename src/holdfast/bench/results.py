@@ -88,9 +88,13 @@ def bundle(results: Iterable[Result], target: Path) -> None:
 
 def write_whole(target: Path, text: str) -> None:
     """Write a text so that no reader ever sees half of it, and nothing is left of it if it fails."""
+    if target.exists() and not target.is_file():  # a pipe, or /dev/stdout
+        target.write_text(text, encoding="utf-8", newline="")
+        return
+    target = target.resolve()  # what a link stands for is written, and the link stays
     temporary = target.with_name(f".{secrets.token_hex(8)}.tmp")
     try:
-        with open(temporary, "x", encoding="utf-8") as file:
+        with open(temporary, "x", encoding="utf-8", newline="") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import gc
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from pathlib import Path
+from contextlib import contextmanager
 
 import torch
 from torch import nn
 
 from ..errors import ArgumentError
+from .machine import in_use, peak, present, reset_peak, warm
 from .measures import Run
 from .methods import Method
 from .tasks import Task
@@ -36,57 +35,72 @@ def run(
 ) -> Run:
     """Learn the tasks in turn from a model made with `seed`, testing on all of them after each.
 
-    `stages` are what is learned where that is not the tasks themselves: all of them joined, for joint training.
-    `progress` is called after each with its name.
+    All that is drawn on the way follows from the seed, and torch's own random numbers are left as they were. `stages`
+    are what is learned where that is not the tasks themselves: all of them joined, for joint training. `progress` is
+    called after each with its name.
     """
-    if not tasks or isinstance(make_model, nn.Module):
+    if not tasks or isinstance(make_model, nn.Module) or isinstance(method, (str, type)):
         raise ArgumentError("run takes a method, at least one task, and a function that makes a model: lambda: net().")
     if method.kept:
         raise ArgumentError("this method has learned already, and would be held to that: make a new one for each run.")
-    start = _in_use(device)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = make_model().to(device)
-    model.eval()
-    _require_answers(model, tasks)
+    device = present(device)
+    warm(device)
     accuracy, nll, lowest, settled, kept = [], [], [], [], []
     learning: list[tuple[float, int]] = []
     remembering: list[tuple[float, int]] = []
-    untrained = [_judged(model, task.judged_after(task), training)[0] for task in tasks]
     stages = tasks if stages is None else stages
-    trainer = Trainer(training, seed)
-    for stage, task in enumerate(stages):
-        seen: list[float] = []
-        trainer.watch = _glance(model, tasks[:stage], task, training, seen) if len(stages) == len(tasks) else None
-        before = trainer.watched
-        with _measured(device, learning):
-            method.learn(model, task, trainer)
-        learning[-1] = (learning[-1][0] - (trainer.watched - before), learning[-1][1])
-        with _measured(device, remembering):
-            method.remember(model, task, trainer)
-        found = [_judged(model, other.judged_after(task), training) for other in tasks]
-        accuracy.append([right for right, _ in found])
-        nll.append([loss for _, loss in found])
-        lowest.append(min(seen) if seen else None)
-        settled.append(seen[-1] if seen else None)
-        kept.append(sum(tensor.numel() * tensor.element_size() for tensor in method.kept))
-        progress(task.name)
+    with _drawn_from(seed, device):
+        start = in_use(device)
+        model = make_model().to(device)
+        model.eval()
+        _require_answers(model, tasks)
+        untrained = [_judged(model, task.judged_after(task), training)[0] for task in tasks]
+        trainer = Trainer(training, seed)
+        for stage, task in enumerate(stages):
+            seen: list[float] = []
+            trainer.watch = _glance(model, tasks[:stage], task, training, seen) if len(stages) == len(tasks) else None
+            before = trainer.watched
+            with _measured(device, learning):
+                method.learn(model, task, trainer)
+            learning[-1] = (learning[-1][0] - (trainer.watched - before), learning[-1][1])
+            with _measured(device, remembering):
+                method.remember(model, task, trainer)
+            found = [_judged(model, other.judged_after(task), training) for other in tasks]
+            accuracy.append([right for right, _ in found])
+            nll.append([loss for _, loss in found])
+            lowest.append(min(seen) if seen else None)
+            settled.append(seen[-1] if seen else None)
+            kept.append(sum(tensor.numel() * tensor.element_size() for tensor in method.kept))
+            progress(task.name)
     return Run(
         name or type(method).__name__, seed, accuracy, nll, untrained, lowest, settled,
         [seconds for seconds, _ in learning], [seconds for seconds, _ in remembering], kept,
-        [max(0, peak - start) for _, peak in learning], [max(0, peak - start) for _, peak in remembering],
+        [max(0, most - start) for _, most in learning], [max(0, most - start) for _, most in remembering],
     )  # fmt: skip
+
+
+@contextmanager
+def _drawn_from(seed: int, device: str) -> Iterator[None]:
+    """All random numbers of torch's from a seed, and its own as they were afterwards."""
+    with torch.random.fork_rng([device] if device.startswith("cuda") else []):
+        torch.manual_seed(seed)
+        yield
 
 
 def _require_answers(model: nn.Module, tasks: Sequence[Task]) -> None:
     """Raise where a task's labels have no output that could answer."""
     for task in tasks:
+        labels = [split.y for split in (task.train, task.test)]
+        if any(y.is_floating_point() or int(y.min()) < 0 for y in labels):
+            raise ArgumentError(f"`{task.name}` has labels that are no whole numbers from 0.")
         with torch.no_grad():
             width = task.logits(model, task.test.first(1).x).shape[-1]
-        largest = int(max(task.train.y.max(), task.test.y.max()))
+        largest = int(max(y.max() for y in labels))
         if largest >= width or (task.outputs and width < len(task.outputs)):
+            asked = f"is answered by outputs {task.outputs[0]} to {task.outputs[-1]}" if task.outputs else ""
             raise ArgumentError(
-                f"`{task.name}` has labels up to {largest}, and {width} of the model's outputs to answer."
+                f"`{task.name}` {f'{asked} and ' if asked else ''}has labels up to {largest}, and {width} of the "
+                "model's outputs to answer."
             )
 
 
@@ -122,38 +136,9 @@ def _glance(
 @contextmanager
 def _measured(device: str, spent: list[tuple[float, int]]) -> Iterator[None]:
     """Adds the seconds, and the most bytes of memory in use: the GPU's, or the process's where the system tells."""
-    _reset_peak(device)
+    reset_peak(device)
     start = time.perf_counter()
     yield
     if device.startswith("cuda"):
         torch.cuda.synchronize()
-    spent.append((time.perf_counter() - start, _peak(device)))
-
-
-def _in_use(device: str) -> int:
-    """Bytes in use before a run, the data's among them: what it needs is counted from here."""
-    on_gpu = device.startswith("cuda")
-    gc.collect(2 if on_gpu else 1)  # all of what is left over would take as long as a small run does
-    if on_gpu:
-        torch.cuda.empty_cache()
-        return torch.cuda.memory_allocated()
-    with suppress(OSError, ValueError, IndexError):
-        return 1024 * int(Path("/proc/self/status").read_text().split("VmRSS:")[1].split()[0])
-    return 0
-
-
-def _reset_peak(device: str) -> None:
-    if device.startswith("cuda"):
-        torch.cuda.reset_peak_memory_stats()
-        return
-    with suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")
-
-
-def _peak(device: str) -> int:
-    if device.startswith("cuda"):
-        return torch.cuda.max_memory_allocated()
-    with suppress(OSError, ValueError, IndexError):
-        status = Path("/proc/self/status").read_text()
-        return 1024 * int(status.split("VmHWM:")[1].split()[0])
-    return 0
+    spent.append((time.perf_counter() - start, peak(device)))

@@ -97,7 +97,7 @@ class Task:
     def logits(self, model: nn.Module, x: Tensor) -> Tensor:
         """What the model says, of the outputs that may answer."""
         found: Tensor = model(x)
-        if self.outputs is None or len(self.outputs) == found.shape[-1]:
+        if self.outputs is None or (self.outputs[0], len(self.outputs)) == (0, found.shape[-1]):
             return found
         first, last = self.outputs[0], self.outputs[-1]
         return found[..., first : last + 1]

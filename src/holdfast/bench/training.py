@@ -135,7 +135,7 @@ class Trainer:
         data, device = task.train, next(model.parameters()).device
         generator = torch.Generator().manual_seed(1000 * self.seed + self.fits)
         self.fits += 1
-        orders = _orders(len(data), numbers, generator)
+        orders = _orders(len(data), numbers, generator, device)
         total = numbers.steps or (numbers.epochs or 0) * math.ceil(len(data) / numbers.batch_size)
         rate = torch.tensor(numbers.lr, device=device) if device.type == "cuda" else numbers.lr
         optimizer = _optimizer(model, numbers, rate) if way is None else way.optimizer
@@ -145,9 +145,12 @@ class Trainer:
                 stack.enter_context(torch.cuda.stream(torch.cuda.Stream()))  # type: ignore[no-untyped-call]
             held = stack.enter_context(attach(optimizer) if attach else nullcontext())
             steps = _Steps(model, task, data.x, optimizer, numbers, self.recorded, held, way)
+            set_to = None
             for made, rows in enumerate(orders):
-                _set_rate(optimizer, numbers.rate(made, total))
-                steps.take(rows.to(device, non_blocking=True))
+                if set_to != (now := numbers.rate(made, total)):
+                    _set_rate(optimizer, now)
+                    set_to = now
+                steps.take(rows)
                 if self.watch is not None and _telling(made + 1, total):
                     self._look(self.watch, model, made + 1)
             if device.type == "cuda":
@@ -248,10 +251,11 @@ def _laid_out(x: Tensor) -> Tensor:
 
 
 def _optimizer(model: nn.Module, numbers: Training, rate: float | Tensor) -> Optimizer:
-    capturable = isinstance(rate, Tensor)
+    on_gpu = isinstance(rate, Tensor)
+    # Fused there: a step takes as long as it has kernels, and of the SGDs no other takes its rate from a GPU.
+    how: dict[str, Any] = {"fused": True} if on_gpu else {"foreach": True}
     if numbers.optimizer == "adam":
-        return Adam(model.parameters(), lr=rate, capturable=capturable, foreach=True)
-    how = {"fused": True} if capturable else {"foreach": True}  # only the fused one takes its rate from a GPU
+        return Adam(model.parameters(), lr=rate, capturable=on_gpu, **how)
     return SGD(model.parameters(), lr=rate, momentum=numbers.momentum, **how)
 
 
@@ -263,12 +267,15 @@ def _set_rate(optimizer: Optimizer, rate: float) -> None:
             group["lr"] = rate
 
 
-def _orders(count: int, numbers: Training, generator: torch.Generator) -> Iterator[Tensor]:
-    """The rows of each batch. Counted in steps, all batches are full; counted in epochs, an epoch's last may not be."""
+def _orders(count: int, numbers: Training, generator: torch.Generator, device: torch.device) -> Iterator[Tensor]:
+    """The rows of each batch. Counted in steps, all batches are full; counted in epochs, an epoch's last may not be.
+
+    Drawn on the CPU, so that they are the same everywhere, and brought to the device an epoch at a time.
+    """
     size = min(numbers.batch_size, count)
     made = 0
     for _ in range(numbers.epochs or numbers.steps or 0):
-        for rows in torch.split(torch.randperm(count, generator=generator), size):
+        for rows in torch.split(torch.randperm(count, generator=generator).to(device), size):
             if numbers.steps is not None and (made == numbers.steps or len(rows) < size):
                 break
             made += 1

@@ -66,7 +66,7 @@ def bench(
         if commands:
             or_exit(lambda: _print_commands(asked, out, device, threads, sweep_tasks if sweep else None, changes))
             return
-        from ..bench.jobs import present
+        from ..bench.machine import present
 
         outcome = or_exit(lambda: _run(asked, out, workers, dask, device, threads, sweep_tasks if sweep else None))
         _print_outcome(outcome, out, device if dask else present(device))
@@ -134,7 +134,7 @@ def _run(
     asked: _Asked, out: Path, workers: int, address: str | None, device: str, threads: int, sweep: int | None
 ) -> Outcome:
     from ..bench.grid import dask, others, processes, run_all, swept
-    from ..bench.jobs import present
+    from ..bench.machine import present
 
     if workers and address:
         raise ArgumentError("jobs run in --workers or on --dask, not both.")
@@ -148,6 +148,8 @@ def _run(
     with engine as executor, Shown(console, total) as shown:
 
         def runner(jobs: Sequence[Job]) -> Outcome:
+            if not address:
+                _prepare([job for job in jobs if not job.path(out, device).exists()])
             return run_all(
                 jobs, out, executor, device=device, threads=threads, planned=shown.planned, progress=shown.finished
             )
@@ -155,6 +157,14 @@ def _run(
         if sweep is None:
             return runner(asked.jobs)
         return swept(asked.protocols, asked.methods, asked.seeds, asked.strengths, sweep, runner)
+
+
+def _prepare(jobs: Sequence[Job]) -> None:
+    """Have the data here, or say that it cannot be had, before many processes ask for it."""
+    from ..bench.data import prepare
+
+    for dataset in dict.fromkeys(job.protocol.dataset for job in jobs):
+        prepare(dataset)
 
 
 @app.command()
@@ -175,13 +185,15 @@ def report(
 
 def _list() -> None:
     from ..bench.catalog import METHODS
-    from ..bench.protocols import PROTOCOLS
+    from ..bench.protocols import PROTOCOLS, SHARED
 
     for title, known in (("protocols", PROTOCOLS), ("methods", METHODS)):
         table = Table(title=title, title_justify="left", box=None, show_header=False)
         for name, each in known.items():
             table.add_row(f"[bold]{name}[/bold]", escape(each.about))
         console.print(table)
+        if known is PROTOCOLS:
+            console.print(f"\n{escape(SHARED)}", soft_wrap=True)
         console.print()
 
 
@@ -225,6 +237,22 @@ def _print_command(
     print(shlex.join(words))
 
 
+def _ends(outcome: Outcome) -> list[str]:
+    """Where a sweep's best strength is the last one it was offered."""
+    from ..bench.measures import at_an_end, best
+
+    tried: dict[tuple[str, str], dict[float, float]] = {}
+    for job, result in outcome.found.items():
+        if job.validating:
+            tried.setdefault((job.protocol.name, job.method), {})[job.strength] = result.run.average
+    return [
+        f"{protocol}: {method} did best at {best(scores):g}, the {end} strength that was tried. Beyond it may be "
+        "better ones: give --strengths more."
+        for (protocol, method), scores in tried.items()
+        if len(scores) > 1 and (end := at_an_end(scores))
+    ]
+
+
 def _print_outcome(outcome: Outcome, out: Path, device: str) -> None:
     from ..bench.measures import percent
     from ..bench.results import grouped
@@ -238,6 +266,8 @@ def _print_outcome(outcome: Outcome, out: Path, device: str) -> None:
             cells = [percent([getattr(run, each) for run in runs]) for each in ("average", "forgetting", "newest")]
             table.add_row(method, "" if strength is None else f"{strength:g}", *cells, str(len(runs)))
         console.print(table)
+    for line in _ends(outcome):
+        console.print(escape(line), soft_wrap=True)
     for error in dict.fromkeys(outcome.failed.values()):  # what befell many is told once
         jobs = [job for job, said in outcome.failed.items() if said == error]
         names = "; ".join(job.name for job in jobs[:_NAMED])

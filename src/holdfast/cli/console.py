@@ -84,7 +84,9 @@ def need(what: str, packages: dict[str, str]) -> None:
 
 def write(path: Path, text: str) -> None:
     """Write a text, or exit saying why not."""
+    from ..bench.results import write_whole
+
     try:
-        path.write_text(text, encoding="utf-8")
+        write_whole(path, text)
     except OSError as error:
         sys.exit(f"{path} could not be written: {error}")

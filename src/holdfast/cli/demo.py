@@ -20,7 +20,7 @@ from .. import __version__
 from .console import app, console, need, or_exit, write
 
 if TYPE_CHECKING:
-    from ..bench.digits import Digits
+    from ..bench.demonstration import Digits
     from ..bench.measures import Run
 
 
@@ -34,7 +34,7 @@ def demo(
 ) -> None:
     """Learn conflicting tasks in turn, with and without a hold, and show what is forgotten."""
     need("The demo", {"jinja2": "report", "matplotlib": "report", "sklearn": "bench"})
-    from ..bench.digits import STRENGTHS, Digits
+    from ..bench.demonstration import STRENGTHS, Digits
     from ..report import forgetting
 
     for path in (out, figure):  # before the work, not after it

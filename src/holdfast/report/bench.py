@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ..bench.results import Result, bundle, collected
+from ..bench.results import Result, bundle, collected, write_whole
 from ..errors import ArgumentError, DataError
 from .canvas import Mark, marks
 from .figures import curves
@@ -123,6 +123,6 @@ def _facts(results: Sequence[Result]) -> list[tuple[str, list[str]]]:
 
 def _write(path: Path, text: str) -> None:
     try:
-        path.write_text(text, encoding="utf-8", newline="")
+        write_whole(path, text)
     except OSError as error:
         raise ArgumentError(f"{path} could not be written: {error}") from error

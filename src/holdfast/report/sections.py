@@ -14,6 +14,12 @@ from ..bench.results import Result, grouped
 # What of a job may differ between the runs of one entry, or is shown elsewhere.
 _OWN = ("protocol", "method", "strength", "seed", "validating", "chosen", "keeps_data", "description")
 
+# What of how a run was made tells entries apart, and what is said of it where it differs.
+_APART = ("version", "device", "data")
+_MADE = {
+    "versions of the code": "version", "devices": "device", "files of the data": "data", "versions of torch": "torch",
+}  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -109,7 +115,7 @@ def sections(results: Sequence[Result]) -> list[Section]:
 def _section(protocol: str, title: str, tasks: int, results: list[Result], tried: list[Result]) -> Section:
     # One run for a seed: the newest. Counting a seed twice would make the spread look smaller than it is.
     latest: dict[tuple[str, float | None, str, str], dict[int, Result]] = {}
-    differing = [name for name in ("version", "device") if len(distinct(one.made.get(name) for one in results)) > 1]
+    differing = [name for name in _APART if len(distinct(one.made.get(name) for one in results)) > 1]
     for one in sorted(results, key=lambda one: str(one.made.get("date", ""))):
         made = ", ".join(str(one.made.get(name, "unknown")) for name in differing)
         latest.setdefault((one.run.method, one.strength, _chosen_on(one), made), {})[one.run.seed] = one
@@ -124,17 +130,16 @@ def _section(protocol: str, title: str, tasks: int, results: list[Result], tried
 def _alike(tried: list[Result]) -> list[Result]:
     """The runs on validation data that can be compared: made as the newest was, but for method and strength."""
     in_time = sorted(tried, key=lambda one: str(one.made.get("date", "")))
-    return [
-        one
-        for one in in_time
-        if (_tasks(one), one.run.seed) == (_tasks(in_time[-1]), in_time[-1].run.seed)
-        and not _differing([one.job, in_time[-1].job])
-    ]
+    return [one for one in in_time if _how(one) == _how(in_time[-1]) and not _differing([one.job, in_time[-1].job])]
+
+
+def _how(one: Result) -> tuple[object, ...]:
+    return _tasks(one), one.run.seed, *(one.made.get(name) for name in _APART)
 
 
 def _notes(entries: Sequence[Entry], kept: Sequence[Result], older: int) -> list[str]:
     notes = []
-    for what, name in (("versions of the code", "version"), ("devices", "device")):
+    for what, name in _MADE.items():
         values = distinct(one.made.get(name) for one in kept)
         if len(values) > 1:
             notes.append(f"These runs were made with different {what}: {', '.join(values)}.")

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ..bench.measures import Run, best, paired, spread
+from ..bench.measures import Run, at_an_end, best, paired, spread
 from ..bench.published import Published, published
 from ..bench.results import Result
 from .sections import Entry, Section, sections
@@ -109,12 +109,12 @@ def leaderboard(section: Section) -> Table:
 
 def comparisons(section: Section) -> Table | None:
     """Every method against the best one that keeps no data, seed by seed; nothing where there is no other."""
-    rivals = [entry for entry in section.entries if not entry.keeps_data]
+    alone = [entry for entry in section.entries if not entry.keeps_data]
     # One lucky seed makes no yardstick, if there are methods with more.
-    rivals = [entry for entry in rivals if len(entry.seeds) > 1] or rivals
+    rivals = [entry for entry in alone if len(entry.seeds) > 1] or alone
     if not rivals:
         return None
-    best = rivals[0]
+    best, several = rivals[0], " and have more than one seed" if len(rivals) < len(alone) else ""
     rows = [row for entry in section.entries if entry is not best and (row := _against(entry, best))]
     if not rows:
         return None
@@ -124,9 +124,9 @@ def comparisons(section: Section) -> Table | None:
         ("method", "shared seeds", "difference, points", "beyond chance"),
         tuple(sorted(rows, key=lambda row: -float(row.cells[2].sort))),
         (
-            f"{best.label} has the best average accuracy of the methods that keep no data. Difference: the mean over "
-            "shared seeds, ± its standard error. Beyond chance: Student's t at 5 %, each comparison for itself, so one "
-            "in twenty is beyond it by chance.",
+            f"{best.label} has the best average accuracy of the methods that keep no data{several}. Difference: the "
+            "mean over shared seeds, ± its standard error. Beyond chance: Student's t at 5 %, each comparison for "
+            "itself, so one in twenty is beyond it by chance.",
         ),
         best_first=2,
     )
@@ -142,14 +142,19 @@ def sweep(section: Section) -> Table | None:
     rows = [[newest.get((method, strength)) for strength in strengths] for method in methods]
     average = MEASURES[0]
     run = section.tried[-1].run
-    taken = {
-        method: best({s: one.run.average for s, one in zip(strengths, row, strict=True) if one})
+    scores = {
+        method: {s: one.run.average for s, one in zip(strengths, row, strict=True) if one}
         for method, row in zip(methods, rows, strict=True)
     }
     others = [
         f"{entry.method} stands at {entry.strength:g}: it was chosen from other runs than these."
         for entry in section.entries
-        if entry.chosen_on and entry.method in taken and entry.strength != taken[entry.method]
+        if entry.chosen_on and entry.method in scores and entry.strength != best(scores[entry.method])
+    ]
+    ends = [
+        f"{method} did best at the {end} strength that was tried: beyond it may be better ones."
+        for method, each in scores.items()
+        if len(each) > 1 and (end := at_an_end(each))
     ]
     return Table(
         section.title,
@@ -163,6 +168,7 @@ def sweep(section: Section) -> Table | None:
             f"Average accuracy in percent on held-out training data, {len(run.accuracy[-1])} tasks, seed {run.seed}. "
             "Where a strength is chosen, it is the best one, and of equals the smallest.",
             *dict.fromkeys(others),
+            *ends,
         ),
     )
 

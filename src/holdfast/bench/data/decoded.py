@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from ... import file
 from ...errors import HoldfastWarning, MemoryFileError
-from .files import File, cache
+from .files import File, cache, fingerprint
 
 _KIND = "set of decoded pictures"
 _KEYS: file.Keys = {"format": int, "kind": str, "source": str, "sha256": str}
@@ -21,8 +20,7 @@ Tensors = dict[str, Tensor]
 
 def decoded(name: str, files: Mapping[str, File], decode: Callable[[], Tensors]) -> Tensors:
     """What `decode` makes of `files`, from the cache if it was made before and the file is sound."""
-    parts = [hashlib.sha256(files[part].content).digest() for part in sorted(files)]
-    source = hashlib.sha256(b"".join(parts)).hexdigest()
+    source = fingerprint(files)
     folder = cache()
     if folder is None:
         return decode()

@@ -25,7 +25,7 @@ from .catalog import (
     TRAIN_PACKED,
 )  # fmt: skip
 from .decoded import decoded
-from .files import Dataset, File, files
+from .files import Dataset, File, files, unverified
 from .readers import batch, idx, packed
 from .sources import members
 
@@ -90,6 +90,18 @@ def cifar10(folder: Folder = None) -> Images:
     return Images("cifar10", **tensors, classes=10)
 
 
+def prepare(name: str) -> None:
+    """Find or fetch the files of a dataset, once, before many processes look for them."""
+    if (dataset := _dataset(name)) is not None:
+        files(dataset)
+
+
+def origin(name: str) -> str:
+    """What a dataset would be read from, where that is not known by its name: a digest of packed pictures, else ""."""
+    dataset = _dataset(name)
+    return "" if dataset is None else unverified(dataset)
+
+
 def digits() -> Images:
     """scikit-learn's 8×8 digits: 1348 and 449, always the same ones; from 0..16 to 0..255, rounded."""
     try:
@@ -102,6 +114,11 @@ def digits() -> Images:
     rows = torch.randperm(len(y), generator=torch.Generator().manual_seed(0))
     train, test = rows[:1348], rows[1348:]
     return Images("digits", x[train], y[train], x[test], y[test], classes=10)
+
+
+def _dataset(name: str) -> Dataset | None:
+    """What is known of a dataset's files, where it has any."""
+    return {"mnist": MNIST, "fashion-mnist": FASHION_MNIST, "cifar10": CIFAR10}.get(name)
 
 
 def _from_idx(name: str, dataset: Dataset, folder: Folder) -> Images:

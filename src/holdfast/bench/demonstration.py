@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from .grid import SWEEP_SEED
 from .jobs import Job, chosen, execute
 from .measures import Run
 from .protocols import PROTOCOLS, Protocol
@@ -41,7 +42,7 @@ class Digits:
     def run(self, progress: Callable[[str], None] = lambda learned: None) -> tuple[float, list[Run]]:
         """The strength chosen for the diagonal on validation data, and all runs. `progress` is told of each stage."""
         seeds = range(self.seeds)
-        tried = [Job(self._few, "ewc", 0, each, validating=True) for each in STRENGTHS]
+        tried = [Job(self._few, "ewc", SWEEP_SEED, each, validating=True) for each in STRENGTHS]
         strength = chosen({job: self._made("choosing", job, progress) for job in tried}, lambda job: True)
         compared = {
             "fine-tuning": ("fine-tuning", 1.0),

@@ -2,7 +2,7 @@
 
 import pytest
 
-from holdfast.bench.digits import STRENGTHS, Digits
+from holdfast.bench.demonstration import STRENGTHS, Digits
 
 
 def test_progress_is_told_of_every_round():

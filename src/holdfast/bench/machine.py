@@ -1,0 +1,70 @@
+"""The machine that a run is made on: its devices by their names, what is set up at first use, and memory in use."""
+
+from __future__ import annotations
+
+import functools
+import gc
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from ..curvature import diagonal_fisher
+from ..errors import ArgumentError
+from ..likelihood import categorical
+
+
+def present(device: str) -> str:
+    """A device of this machine by its name; "auto" is a GPU if there is one."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device == "auto":
+        return "cuda" if count else "cpu"
+    if device == "cpu" or (count and device in ("cuda", *(f"cuda:{index}" for index in range(count)))):
+        return device
+    if device.partition(":")[0] == "cuda":
+        there = f"has {count}, counted from 0" if count else "has no GPU that torch can use: take cpu"
+        raise ArgumentError(f"there is no device {device!r}: this machine {there}.")
+    raise ArgumentError(f"there is no device {device!r}: it is cpu, cuda, cuda:1 and so on, or auto.")
+
+
+@functools.cache
+def warm(device: str) -> None:
+    """Use once what libraries set up at their first use, which is no part of what the first run costs."""
+    with torch.random.fork_rng([device] if device.startswith("cuda") else []):
+        model, x, y = nn.Linear(4, 3).to(device), torch.randn(8, 4, device=device), torch.arange(8, device=device) % 3
+        optimizer = torch.optim.Adam(model.parameters())
+        torch.autograd.backward(nn.functional.cross_entropy(model(x), y))
+        optimizer.step()
+        diagonal_fisher(model, [(x, y)], categorical)
+
+
+def in_use(device: str) -> int:
+    """Bytes in use before a run, the data's among them: what it needs is counted from here."""
+    on_gpu = device.startswith("cuda")
+    gc.collect(2 if on_gpu else 1)  # all of what is left over would take as long as a small run does
+    if on_gpu:
+        torch.cuda.empty_cache()
+        return torch.cuda.memory_allocated()
+    with suppress(OSError, ValueError, IndexError):
+        return 1024 * int(Path("/proc/self/status").read_text().split("VmRSS:")[1].split()[0])
+    return 0
+
+
+def reset_peak(device: str) -> None:
+    """From now on the most memory in use is counted anew."""
+    if device.startswith("cuda"):
+        torch.cuda.reset_peak_memory_stats()
+        return
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak(device: str) -> int:
+    """The most bytes in use since then: the GPU's, or the process's where the system tells."""
+    if device.startswith("cuda"):
+        return torch.cuda.max_memory_allocated()
+    with suppress(OSError, ValueError, IndexError):
+        status = Path("/proc/self/status").read_text()
+        return 1024 * int(status.split("VmHWM:")[1].split()[0])
+    return 0

@@ -1,0 +1,64 @@
+"""A run: all of its chance is the seed's, and what could not be answered or learned is refused before it starts."""
+
+import pytest
+import torch
+from torch import nn
+
+from holdfast.bench import FineTuning, Held, Split, Task, Training, diagonal, run
+from holdfast.errors import ArgumentError
+
+TRAINING = Training(epochs=2, batch_size=8)
+
+
+def split(classes=2, count=24, labels=None):
+    generator = torch.Generator().manual_seed(count)
+    y = torch.arange(count) % classes if labels is None else labels
+    return Split(torch.randn(count, 4, generator=generator), y)
+
+
+def task(name, outputs=None, **options):
+    return Task(name, split(**options), split(**options), outputs)
+
+
+def dropping():
+    return nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Dropout(0.5), nn.Linear(16, 2))
+
+
+def test_what_a_model_draws_in_training_follows_from_the_seed_too():
+    before = torch.random.get_rng_state()
+    once, again, other = (
+        run(Held(diagonal()), [task("one"), task("two")], dropping, TRAINING, seed=seed) for seed in (1, 1, 2)
+    )
+    assert once.nll == again.nll
+    assert once.nll != other.nll
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_outputs_of_a_tasks_own_are_not_taken_for_others():
+    """Two tasks with two outputs each, and a model with two: it would answer both with the same ones."""
+    tasks = [task("one", (0, 1)), task("two", (2, 3))]
+    with pytest.raises(ArgumentError, match="`two` is answered by outputs 2 to 3 and has labels up to 1, and 0 of"):
+        run(FineTuning(), tasks, lambda: nn.Linear(4, 2), TRAINING)
+    assert len(run(FineTuning(), tasks, lambda: nn.Linear(4, 4), TRAINING).accuracy) == 2
+
+
+@pytest.mark.parametrize("labels", [torch.arange(24) % 2 - 1, torch.zeros(24)])
+def test_labels_that_no_output_could_have_are_refused(labels):
+    with pytest.raises(ArgumentError, match="`odd` has labels that are no whole numbers from 0"):
+        run(FineTuning(), [task("odd", labels=labels)], lambda: nn.Linear(4, 2), TRAINING)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"method": "ewc"}, "run takes a method"),
+        ({"method": FineTuning}, "run takes a method"),
+        ({"tasks": []}, "at least one task"),
+        ({"make_model": nn.Linear(4, 2)}, "a function that makes a model"),
+        ({"device": "tpu"}, "there is no device 'tpu'"),
+    ],
+)
+def test_what_makes_no_run_is_refused(wrong, message):
+    given = {"method": FineTuning(), "tasks": [task("one")], "make_model": lambda: nn.Linear(4, 2), **wrong}
+    with pytest.raises(ArgumentError, match=message):
+        run(**given, training=TRAINING)
