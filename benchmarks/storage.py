@@ -182,7 +182,6 @@ def _spread(values: list[float], sign: str = "") -> str:
 # The plan on paper.
 
 RESULTS = Path(__file__).parent / "results"
-LINK = 50e9  # bytes a second from pinned memory over PCIe 5 with 16 lanes, where it was not measured: 64 nominal
 FLOPS = 0.4 * 989e12  # of a GPU in training, in bfloat16: assumed, 40 % of what an H200 is said to do
 TOKENS = 16_384  # a GPU and step: assumed
 WEIGHT = GRADIENT = 4  # bytes of each where the step is made: the shards of FSDP2's mixed precision are in float32
@@ -196,12 +195,8 @@ STORAGES = {
 
 
 def of_a_copy(measured: dict[str, Any]) -> dict[str, float]:
-    """What the pull in each storage took of a copy of as many bytes: by itself, or float32 on the tensors of a GPT.
-
-    For a storage of the plan that is not among them, the plan takes the most that any of its others took.
-    """
-    apart = {stored: each["ratio_to_floor"]["pull"] for stored, each in measured["storages"].items()}
-    return {"float32": measured["ratio_to_floor"]["fused"], **apart}
+    """What the pull in each storage took of a copy of as many bytes."""
+    return {stored: each["ratio_to_floor"]["pull"] for stored, each in measured["storages"].items()}
 
 
 def planned(parameters: float, gpus: int) -> list[dict[str, Any]]:
@@ -209,17 +204,15 @@ def planned(parameters: float, gpus: int) -> list[dict[str, Any]]:
     measured = json.loads((RESULTS / "pull-h200.json").read_text(encoding="utf-8"))
     speed, share, rows = measured["floor_bytes_per_second"], parameters / gpus, []
     ratios = of_a_copy(measured)
-    most = max(ratios[stored] for stored in STORAGES if stored in ratios)
     for stored, (mean, entry) in STORAGES.items():
         tops = 2 * parameters / BLOCK if entry == 1 else 0.0  # all of them on each
         moved = WEIGHT + 2 * GRADIENT + mean + entry
-        beyond = ratios.get(stored, most)
         rows.append({
             "parameters": parameters, "gpus": gpus, "stored": stored,
             "bytes": share * (mean + entry) + tops,
-            "pull": share * moved / speed * beyond,
+            "pull": share * moved / speed * ratios[stored],
             "step": 6 * parameters * TOKENS / FLOPS,
-            "from_cpu": share * (mean + entry) / measured.get("pinned_bytes_per_second", LINK),
+            "from_cpu": share * (mean + entry) / measured["pinned_bytes_per_second"],
         })  # fmt: skip
     return rows
 
@@ -227,18 +220,15 @@ def planned(parameters: float, gpus: int) -> list[dict[str, Any]]:
 def plan() -> str:
     """The table of `planned`, and one of a model on one GPU whose memory is on the CPU."""
     measured = json.loads((RESULTS / "pull-h200.json").read_text(encoding="utf-8"))
-    ratios, link = of_a_copy(measured), measured.get("pinned_bytes_per_second")
-    said = f"{(link or LINK) / 1e9:.0f} GB/s from the CPU"
-    here, there = ("", f"{said}, ") if link is None else (f", {said}", "")
+    ratios, link = of_a_copy(measured), measured["pinned_bytes_per_second"] / 1e9
     lines = [
         f"{measured['floor_bytes_per_second'] / 1e12:.2f} TB/s measured ({measured['device']}, {measured['date']}), "
-        f"and what the pull takes of a copy of its bytes{here}; assumed: {there}{TOKENS:,} "
-        f"tokens a GPU and step at {FLOPS / 1e12:.0f} TFLOP/s.",
+        f"and what the pull takes of a copy of its bytes, {link:.0f} GB/s from the CPU; assumed: {TOKENS:,} tokens a "
+        f"GPU and step at {FLOPS / 1e12:.0f} TFLOP/s.",
         "",
         "| memory | time of the pull, of a plain copy of as many bytes |",
         "|---|---|",
         *(f"| {stored} | {ratio:.2f} |" for stored, ratio in ratios.items()),
-        *(f"| {stored} | not measured: the most of the plan's others |" for stored in STORAGES if stored not in ratios),
     ]
     lines += [
         "",
