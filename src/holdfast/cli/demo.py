@@ -53,7 +53,7 @@ def demo(
     _print_results(runs)
     chosen = (
         f"strength {strength:g} was chosen for the diagonal among {', '.join(f'{s:g}' for s in STRENGTHS)} on "
-        "validation data of the first seed's first tasks; the test data was not used for it"
+        "validation data of tasks that the table does not have; the test data was not used for it"
     )
     console.print(f"[dim]{chosen.capitalize()}.[/dim]")
     write(out, _page(experiment, runs, chosen, seconds))
