@@ -21,7 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from holdfast.bench.measures import spread
+from holdfast.bench.measures import Run, spread
 from holdfast.bench.published import published
 from holdfast.bench.results import collected, grouped
 from holdfast.report.sections import sections
@@ -136,16 +136,21 @@ def bench() -> list[str]:
         results = collected(bundle)
         tried = {section.protocol: sweep(section) for section in sections(results)}
         for protocol, found in grouped(results):
-            job, made = found[0].job, found[0].made
+            newest = max(found, key=lambda one: str(one.made["date"]))
+            where = f"{newest.made['device']}, torch {newest.made['torch']}, to {newest.made['date'][:10]}"
             lines += [
-                f"**{protocol}**: {job['description']}. {made['device']}, torch {made['torch']}, {made['date']}:",
+                f"**{protocol}**: {newest.job['description'].rstrip('?')}. {where}:",
                 "",
                 "| method | strength | average, % | forgotten, points | each when new, % | learning, s "
                 "| remembering, s | kept, MB |",
                 "|---|---|---|---|---|---|---|---|",
             ]
-            for method, strength in dict.fromkeys((one.run.method, one.strength) for one in found):
-                runs = [one.run for one in found if (one.run.method, one.strength) == (method, strength)]
+            rows: dict[tuple[str, float | None], list[Run]] = {}
+            for one in found:
+                rows.setdefault((one.run.method, one.strength), []).append(one.run)
+            best_first = sorted(rows, key=lambda row: -statistics.fmean(run.average for run in rows[row]))
+            for method, strength in best_first:
+                runs = rows[method, strength]
                 cells = [_two([getattr(run, each) for run in runs]) for each in ("average", "forgetting", "newest")]
                 means = [statistics.fmean(sum(getattr(run, each)) for run in runs) for each in SECONDS]
                 kept = runs[0].kept_bytes[-1] / 1e6

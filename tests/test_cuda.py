@@ -330,9 +330,9 @@ def test_the_variational_optimizer_and_the_mean_field_learn_on_a_gpu():
     assert min(accuracies) > 0.9
 
 
-@pytest.mark.parametrize("method", ["si", "mas", "ivon", "mean-field"])
+@pytest.mark.parametrize("method", ["ewc", "kronecker-rotated", "si", "mas", "ivon", "mean-field"])
 def test_methods_of_the_bench_learn_on_a_gpu_as_on_the_cpu(method):
-    """A path recorded inside a CUDA graph is the one that was walked."""
+    """Steps recorded as a CUDA graph, by a fused Adam, are the steps of the CPU; and so is a path recorded in them."""
     protocol = PROTOCOLS["digits-task"].changed(tasks=2, epochs=2)
     found = []
     for device in ("cpu", "cuda"):
@@ -345,7 +345,7 @@ def test_methods_of_the_bench_learn_on_a_gpu_as_on_the_cpu(method):
             way.remember(model, task, trainer)
         found.append(torch.cat([each.flatten().cpu() for each in way.kept]))
     apart = float((found[0] - found[1]).norm() / found[0].norm())
-    assert apart < (0.02 if method in ("si", "mas") else 0.5)
+    assert apart < (0.5 if method in ("ivon", "mean-field") else 0.02)
 
 
 HELD = {

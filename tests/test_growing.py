@@ -429,17 +429,15 @@ def test_gates_that_are_stacked_cannot_grow_in_place():
         posterior.expanded(nn.LSTM(3, 4))
 
 
-def test_a_kronecker_layer_in_groups_says_how_it_can_grow():
+def test_a_kronecker_layer_in_groups_does_not_grow():
     model = nn.Sequential(nn.Conv1d(4, 4, 1, groups=2), nn.Flatten(), nn.Linear(4, 3)).double()
     x, y = torch.randn(10, 4, 1).double(), torch.arange(10) % 3
     posterior = holdfast.consolidate(
         holdfast.prior(model), model, holdfast.kronecker_fisher(model, [(x, y)], holdfast.categorical)
     )
     wide = nn.Sequential(nn.Conv1d(4, 6, 1, groups=2), nn.Flatten(), nn.Linear(6, 3)).double()
-    with pytest.raises(holdfast.MismatchError, match=r"`0.weight` grew from .*Expand it as a diagonal"):
+    with pytest.raises(holdfast.MismatchError, match=r"`0.weight` .*grew from .*Make a new memory"):
         posterior.expanded(wide)
-    diagonal = holdfast.Posterior(posterior.mean, holdfast.Diagonal(posterior.precision.diagonal()))
-    assert diagonal.expanded(wide).coverage(wide).held["0.weight"] == 8
 
 
 def test_the_coverage_reads_as_a_table():
@@ -496,3 +494,16 @@ def test_a_hold_tells_what_it_holds():
     assert handle.coverage.fraction == 0
     assert handle.coverage.free == ("2.weight", "2.bias", "4.weight", "4.bias")
     handle.detach()
+
+
+@pytest.mark.parametrize("kind", [nn.Conv2d, nn.ConvTranspose2d])
+def test_a_convolution_in_groups_grows_by_whole_groups_or_not_at_all(kind):
+    """Its rows are the groups' one behind the other: more rows in each move those of the second."""
+    old, new = (kind(4, outputs, 1, groups=2) for outputs in (4, 8))
+    with pytest.raises(holdfast.MismatchError, match=r"`weight` of Conv.*grew .*stacks .*Make a new memory"):
+        holdfast.prior(old, 1.0).expanded(new)
+    narrow, wide = (kind(channels, channels, 3, groups=channels) for channels in (4, 6))
+    with torch.no_grad():
+        wide.weight[:4], wide.bias[:4] = narrow.weight, narrow.bias
+    grown = holdfast.prior(narrow, 1.0).expanded(wide)
+    assert float(holdfast.penalty(wide, grown).detach()) == 0

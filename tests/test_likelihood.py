@@ -483,3 +483,42 @@ class TestSoftened:
         assert holdfast.softened(1.0) == holdfast.categorical
         with pytest.raises(holdfast.ArgumentError, match="temperature"):
             holdfast.softened(0.0)
+
+
+@pytest.mark.parametrize("moved", [1e-1, 1e-3, 1e-5])
+def test_the_divergence_of_coins_keeps_its_digits_where_little_moved(moved):
+    """In float32 against float64: its value, and its gradient, sigmoid(new) − sigmoid(old)."""
+    old = 5 * normal(2000, 10)
+    new = old + moved * torch.randn(old.shape, generator=generator(1), dtype=old.dtype)
+    old, new = old.float(), new.float().requires_grad_()
+    value = holdfast.bernoulli.divergence(old, new).sum()
+    (gradient,) = torch.autograd.grad(value, new)
+    p, q = old.double().sigmoid(), new.detach().double().sigmoid()
+    d = new.detach().double() - old.double()
+    # log(1 + p (eᵈ − 1)) − p d, as a series where even float64 would cancel
+    exact = (p * (1 - p) * d**2 / 2 + p * (1 - p) * (1 - 2 * p) * d**3 / 6).sum()
+    if moved == 1e-1:
+        exact = (p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()).sum()
+    assert float(value.detach()) == pytest.approx(float(exact), rel=1e-3)
+    assert float((gradient - (q - p)).norm() / (q - p).norm()) < 0.02
+    assert bool(gradient.isfinite().all())
+
+
+def test_the_divergence_of_coins_is_right_far_away_too():
+    old, new = torch.tensor([[-300.0, 20.0, 2.0, 0.0], [300.0, -20.0, 2.9, 0.0]], dtype=torch.float64)
+    new.requires_grad_()
+    found = holdfast.bernoulli.divergence(old.unsqueeze(1), new.unsqueeze(1))
+    p, q = old.sigmoid(), new.detach().sigmoid()
+    exact = (p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log())[1:]
+    torch.testing.assert_close(
+        found.detach(), torch.cat([torch.tensor([300.0]).double(), exact]), rtol=1e-6, atol=1e-12
+    )
+    (gradient,) = torch.autograd.grad(found.sum(), new)
+    torch.testing.assert_close(gradient, q - p)
+
+
+@pytest.mark.parametrize("z", [-18.0, 14.0, 16.0, 18.0])
+def test_sure_answers_keep_their_fisher_on_both_sides(z):
+    root = holdfast.bernoulli.root(torch.full((1, 1), z))
+    wide = torch.tensor(z, dtype=torch.float64)
+    assert float(root.square().sum()) == pytest.approx(float(wide.sigmoid() * (-wide).sigmoid()), rel=1e-5)

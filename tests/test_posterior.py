@@ -133,6 +133,21 @@ class TestConsolidate:
                 before[1] = made.id
             assert made.id == before[1]
 
+    def test_in_place_means_have_all_digits_of_the_model(self):
+        """A mean in half precision has no room for a model in float32, which would be pulled before it has moved."""
+        model = CASE.model().float()
+        entries = {name: torch.ones(p.shape) for name, p in model.named_parameters()}
+        half = holdfast.consolidate(holdfast.prior(model, 1.0), model, holdfast.Diagonal(entries)).to(
+            dtype=torch.bfloat16
+        )
+        after = holdfast.consolidate_(half, model, holdfast.Diagonal(dict(entries)))
+        assert float(holdfast.penalty(model, after).detach()) == 0
+        narrow = CASE.model().bfloat16()
+        room = holdfast.prior(narrow, 1.0).to(dtype=torch.bfloat16)
+        entries = {name: torch.ones(p.shape) for name, p in narrow.named_parameters()}
+        kept = holdfast.consolidate_(room, narrow, holdfast.Diagonal(entries))
+        assert {mean.dtype for mean in kept.mean.values()} == {torch.bfloat16}  # which is all that the model has
+
     def test_in_place_checks_everything_before_it_writes(self):
         model = CASE.model()
         posterior = holdfast.consolidate(holdfast.prior(model), model, fisher(model))

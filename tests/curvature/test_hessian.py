@@ -107,3 +107,23 @@ def test_an_operation_without_a_second_derivative_is_refused(hessian):
 
     with pytest.raises(holdfast.DataError, match="once_differentiable"):
         hessian(Model(), [(torch.randn(10, 3), torch.randn(10, 2))], holdfast.gaussian(1.0))
+
+
+class Bilinear(nn.Module):
+    """A loss that is linear in each of its layers, and a parameter that nothing uses."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.unused = nn.Linear(3, 4), nn.Linear(4, 1), nn.Parameter(torch.ones(2))
+
+    def forward(self, x):
+        return self.second(self.first(x).relu())
+
+
+def test_a_loss_that_is_linear_in_a_parameter_has_no_curvature_there():
+    torch.manual_seed(0)
+    hinge = holdfast.custom(lambda output, y: (1 - (2 * y - 1) * output[:, 0]).clamp(min=0))
+    batch = (torch.randn(6, 3), torch.randint(0, 2, (6,)))
+    found = holdfast.diagonal_hessian(Bilinear(), [batch], hinge)
+    assert not flat(found.entries).any()
+    assert found.entries["unused"].shape == (2,)

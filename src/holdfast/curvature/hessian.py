@@ -129,9 +129,10 @@ def _exact_diagonal(gradient: Tensor, parameter: Tensor) -> Tensor:
 
 
 def _rows(gradient: Tensor, parameter: Tensor, picks: Tensor) -> Tensor:
+    rows: Tensor | None
     try:
         (rows,) = torch.autograd.grad(
-            gradient, parameter, picks, retain_graph=True, is_grads_batched=True, materialize_grads=True
+            gradient, parameter, picks, retain_graph=True, is_grads_batched=True, allow_unused=True
         )
     except RuntimeError:
         # An operation without a batching rule: the same rows, one by one.
@@ -141,7 +142,8 @@ def _rows(gradient: Tensor, parameter: Tensor, picks: Tensor) -> Tensor:
                 for pick in picks
             ]
         )
-    return rows
+    # Nothing where the gradient does not depend on the parameter itself: its loss is linear in it.
+    return torch.zeros_like(picks) if rows is None else rows
 
 
 def _signs(like: Tensor, generator: torch.Generator) -> Tensor:

@@ -82,6 +82,8 @@ class Known:
 
 def _unfit(sites: tuple[Site, ...], uses: Counter[Site], parameter: Tensor) -> str:
     """Why a parameter is no layer's weight; nothing if it is."""
+    if not parameter.numel():
+        return "it has no entries"
     for site in sites:
         if site.slot not in _WEIGHTS.get(site.operation, ()):
             return f"it is used in {site.operation}"

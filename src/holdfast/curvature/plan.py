@@ -130,10 +130,10 @@ class _Survey:
         self.twins: dict[Site, Site] = {}
 
     def above(self, value: Value, other: Value) -> list[Site]:
-        """Every site to which a value without examples leads."""
+        """Every site to which a value without examples leads, once, by however many ways: its route knows them all."""
         if value not in self._known:
             try:
-                self._known[value] = self._users(value, other)
+                self._known[value] = list(dict.fromkeys(self._users(value, other)))
             except _NotServed as error:
                 self._known[value] = str(error)
         found = self._known[value]

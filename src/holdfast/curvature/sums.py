@@ -56,7 +56,7 @@ def add_sums_(total: Tensor, form: Form, runs: Runs, limit: Limit, name: str) ->
         each = form.shape.numel() * total.element_size() + (form.share if isinstance(form, Products) else 0)
         step = limit.examples(each, f"the gradient of {name}")
         if total.device.type == "cpu":  # temporaries that stay in the cache
-            step = max(1, min(step, CACHED // each))
+            step = max(1, min(step, CACHED // max(each, 1)))
         for start in range(0, form.examples, step):
             scores = form.scores(start, min(start + step, form.examples))
             total += runs.of(scores.to(total.dtype), start)

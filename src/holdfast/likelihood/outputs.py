@@ -37,13 +37,11 @@ class Bernoulli(Likelihood):
     def divergence(self, old: Any, new: Any, target: Any = None, temperature: float = 1.0) -> Tensor:
         old, new = _known(old, new, self.name)
         old, new = old / temperature, new / temperature
-        # p (z − z′) + log(1 + eᶻ′) − log(1 + eᶻ), with p = sigmoid(z); near zero its digits cancel
-        each = (old.sigmoid() * (old - new) + F.softplus(new) - F.softplus(old)).clamp(min=0)
-        return _per_example(temperature**2 * each)
+        return _per_example(temperature**2 * _coin_divergence(old, new))
 
     def root(self, output: Tensor) -> Tensor:
-        p = as_tensor(output, self.name).sigmoid()
-        return _unit_columns(output) * (p * (1 - p)).sqrt()
+        z = as_tensor(output, self.name)
+        return _unit_columns(output) * (z.sigmoid() * (-z).sigmoid()).sqrt()  # 1 − p has lost the digits of a small one
 
     def sampled(self, output: Tensor, target: Any, generator: torch.Generator) -> Tensor:
         return (uniform(output.shape, output, generator) < output.sigmoid()).to(output.dtype)
@@ -131,3 +129,17 @@ def _unit_columns(output: Tensor) -> Tensor:
     inner = output.shape[1:]
     eye = torch.eye(inner.numel(), dtype=output.dtype, device=output.device)
     return eye.view(-1, 1, *inner).expand(-1, *output.shape)
+
+
+def _coin_divergence(old: Tensor, new: Tensor) -> Tensor:
+    """KL of coins by their logits: p (z − z′) + log(1 + eᶻ′) − log(1 + eᶻ), with p = sigmoid(z).
+
+    Those terms are nearly equal for logits that are. With p for the rarer side and d for how far its logit moved, it is
+    log(1 + p (eᵈ − 1)) − p d, which keeps its digits.
+    """
+    rarer = torch.where(old > 0, -1.0, 1.0).to(old.dtype)
+    p, d = (rarer * old).sigmoid(), rarer * (new - old)
+    near = d.abs() < 1
+    close = d.where(near, 0)  # where it is not used it must not overflow, or its gradient is no number
+    far = p * -d + F.softplus(rarer * new) - F.softplus(rarer * old)
+    return torch.where(near, torch.log1p(p * torch.expm1(close)) - p * close, far)

@@ -12,11 +12,9 @@ from ..precision.base import grown
 
 
 def require_plain_growth(model: nn.Module, params: Mapping[str, Tensor], mean: Mapping[str, Tensor]) -> None:
-    """Raise where old entries do not stay in front: gates, queries, keys and values are stacked in one parameter."""
-    stacked = (nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention)
-    owned = {
-        id(p): module for module in model.modules() if isinstance(module, stacked) for p in module._parameters.values()
-    }
+    """Raise where old entries do not stay in front: gates, queries, keys and values are stacked in one parameter, and
+    so are the groups of a convolution."""
+    owned = {id(p): module for module in model.modules() if _stacks(module) for p in module._parameters.values()}
     for name, parameter in params.items():
         if parameter.shape != mean[name].shape and id(parameter) in owned:
             raise MismatchError(
@@ -24,6 +22,12 @@ def require_plain_growth(model: nn.Module, params: Mapping[str, Tensor], mean: M
                 f"{tuple(parameter.shape)}, but stacks several matrices, so its old entries are no longer in front. "
                 "Make a new memory of the grown model."
             )
+
+
+def _stacks(module: nn.Module) -> bool:
+    if isinstance(module, nn.modules.conv._ConvNd):  # with a group for each channel, more channels are more groups
+        return module.groups > 1 and not module.groups == module.in_channels == module.out_channels
+    return isinstance(module, (nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention))
 
 
 def new_parameters(model: nn.Module, known: Mapping[str, Tensor], leave: Collection[str]) -> dict[str, nn.Parameter]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..errors import ArgumentError, MismatchError, require_number
 from ..identity import fingerprints
@@ -63,7 +63,7 @@ def consolidate_(posterior: Kept, model: nn.Module, fisher: Precision, *, decay:
     sources = joined((known.precision.shapes, thinned(known.sources, decay)), (fisher.shapes, fisher.sources))
     mean, entries = dict(known.mean), dict(known.precision.entries)
     for name, parameter in params.items():
-        mean[name] = mean[name].copy_(parameter.detach()) if name in mean else kept(parameter)
+        mean[name] = _written(mean.get(name), parameter)
         old, new = entries.get(name), fisher.entries.get(name)
         if old is not None and old.is_contiguous() and old.dtype in (torch.float32, torch.float64):
             entries[name] = old.mul_(decay) if new is None else old.mul_(decay).add_(new.to(old))
@@ -73,6 +73,14 @@ def consolidate_(posterior: Kept, model: nn.Module, fisher: Precision, *, decay:
             entries[name] = new
     after = Posterior(mean, Diagonal(entries, sources), ties, parents)
     return _remembered(posterior, after, model, decay)
+
+
+def _written(old: Tensor | None, parameter: Tensor) -> Tensor:
+    """A parameter as a mean: in the memory of the old one, if that has room for all of its digits."""
+    if old is None:
+        return kept(parameter)
+    roomy = torch.promote_types(old.dtype, parameter.dtype) == old.dtype
+    return old.copy_(parameter.detach()) if roomy else kept(parameter).to(old.device)
 
 
 def _remembered(before: Kept, after: Posterior, model: nn.Module, decay: float) -> Kept:

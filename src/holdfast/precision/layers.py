@@ -99,8 +99,8 @@ class Layer:
         if new != self.shape and (self.groups > 1 or self.rows != self.shape[0]):
             raise MismatchError(
                 f"`{self.weight}` grew from {tuple(self.shape)} to {tuple(new)}, and is used as {self.groups}×"
-                f"{self.rows}×{self._columns}: its old rows would not stay in front. Expand it as a diagonal: the "
-                "precision's diagonal() has its entries."
+                f"{self.rows}×{self._columns}: its old rows would not stay in front. Make a new memory of the grown "
+                "model."
             )
         rows = self.rows if new == self.shape else new[0]
         layer = replace(self, shape=new, rows=rows)
