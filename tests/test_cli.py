@@ -1,5 +1,6 @@
 """The command line as a user runs it, and the page as a reader gets it."""
 
+import os
 import re
 import subprocess
 import sys
@@ -169,7 +170,74 @@ def test_forecast_ranks_the_layers_of_a_checkpoint(tmp_path, suffix):
     assert again.output == result.output
     (tmp_path / "junk.pt").write_bytes(b"junk")
     (tmp_path / "empty.pt").write_bytes(b"")
-    for other in [tmp_path / name for name in ("missing.pt", "junk.pt", "empty.pt", "memory.safetensors")]:
+    torch.save(model, tmp_path / "whole.pt")
+    for other in [tmp_path / name for name in ("missing.pt", "junk.pt", "empty.pt", "whole.pt")]:
         result = runner.invoke(app, ["forecast", str(tmp_path / "memory.safetensors"), str(other)])
         assert result.exit_code == 1
         assert "Traceback" not in result.output
+        assert result.output.count("\n") == 1
+    assert "holds more than named tensors" in result.output
+    assert "weights_only" not in result.output
+    holdfast.save(holdfast.prior(model), tmp_path / "later.safetensors")
+    later = runner.invoke(app, ["forecast", str(tmp_path / "memory.safetensors"), str(tmp_path / "later.safetensors")])
+    assert later.output == again.output  # another memory's mean is a checkpoint too
+
+
+def test_a_checkpoint_whose_statistics_moved_is_doubted(tmp_path):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)).eval()
+    data = [(torch.randn(50, 4), torch.randint(0, 3, (50,)))]
+    posterior = holdfast.consolidate(
+        holdfast.prior(model), model, holdfast.diagonal_fisher(model, data, holdfast.categorical)
+    )
+    holdfast.save(holdfast.Memory.of(posterior, model), tmp_path / "with.safetensors")
+    holdfast.save(posterior, tmp_path / "without.safetensors")
+    torch.save({f"module.{name}": value for name, value in model.state_dict().items()}, tmp_path / "same.pt")
+    model.train()(data[0][0] + 3)
+    torch.save(model.state_dict(), tmp_path / "moved.pt")
+
+    def said(memory, weights):
+        found = runner.invoke(app, ["forecast", str(tmp_path / memory), str(tmp_path / weights)])
+        assert found.exit_code == 0, found.output
+        return " ".join(found.output.split())
+
+    changed = "`1.running_mean`, `1.running_var` changed since, which the quadratic does not see."
+    assert changed not in said("with.safetensors", "same.pt")
+    assert changed in said("with.safetensors", "moved.pt")
+    assert "No `1.running_mean`, `1.running_var` was kept" in said("without.safetensors", "moved.pt")
+
+
+def test_what_a_file_says_does_not_reach_the_terminal_as_it_is(tmp_path):
+    torch.manual_seed(0)
+    evil = "\x1b[31mred\x1b]0;title\x07"
+    model = nn.Sequential()
+    model.add_module(evil, nn.Linear(2, 2))
+    data = [(torch.randn(8, 2), torch.randint(0, 2, (8,)))]
+    posterior = holdfast.consolidate(
+        holdfast.prior(model), model, holdfast.diagonal_fisher(model, data, holdfast.categorical)
+    )
+    holdfast.save(posterior, tmp_path / "memory.safetensors")
+    torch.save(model.state_dict(), tmp_path / "weights.pt")
+    torch.save(nn.Linear(3, 3).state_dict(), tmp_path / "other.pt")
+    for words in (["inspect"], ["forecast", "weights.pt"], ["forecast", "other.pt"]):
+        command, *files = words
+        paths = [str(tmp_path / name) for name in ("memory.safetensors", *files)]
+        result = runner.invoke(app, [command, *paths])
+        assert not set(result.output) & {"\x1b", "\x07"}, words
+    assert "\\x1b[31mred" in result.output
+
+
+def test_inspect_says_that_it_did_not_look_at_the_checksum_and_looks_if_asked(tmp_path):
+    path = tmp_path / "memory.safetensors"
+    holdfast.save(holdfast.prior(nn.Linear(3, 2), precision=1.0), path)
+    assert "not looked at: --verify" in runner.invoke(app, ["inspect", str(path)]).output
+    assert re.search(r"checksum +right", runner.invoke(app, ["inspect", str(path), "--verify"]).output)
+    raw = bytearray(path.read_bytes())
+    raw[-3] ^= 1
+    path.write_bytes(raw)
+    assert runner.invoke(app, ["inspect", str(path)]).exit_code == 0
+    found = runner.invoke(app, ["inspect", str(path), "--verify"])
+    assert (found.exit_code, "is damaged" in found.output) == (1, True)
+    os.mkfifo(tmp_path / "pipe.safetensors")
+    found = runner.invoke(app, ["inspect", str(tmp_path / "pipe.safetensors")])
+    assert (found.exit_code, "no regular file" in found.output) == (1, True)

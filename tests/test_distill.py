@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import io
 import weakref
 from dataclasses import dataclass
 
@@ -583,7 +584,11 @@ class TestTheOldFunction:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
         posterior = holdfast.prior(model)
-        self.term(model, posterior)  # as it was: its buffers are those of then
+        with pytest.warns(holdfast.HoldfastWarning, match=r"no `1.running_mean`, `1.running_var` was kept"):
+            self.term(model, posterior)  # as it was: its buffers are those of then
+        with pytest.warns(holdfast.HoldfastWarning, match="Memory.of"):
+            holdfast.recalled(model, posterior)
+        self.term(model, holdfast.Memory.of(posterior, model))
         with torch.no_grad():
             model[0].weight += 1
         with pytest.raises(holdfast.MismatchError, match="Keep buffers"):
@@ -676,3 +681,32 @@ class TestDivergencesAtTheEdge:
 
     def test_two_sure_answers_that_hardly_differ_are_not_below_zero(self):
         assert float(holdfast.bernoulli.divergence(torch.tensor([[8.0]]), torch.tensor([[8.001]]))) >= 0
+
+
+class TestNewInputsOfOneModel:
+    def made(self):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3))
+        source = holdfast.new_inputs(model, num_data=40)
+        model(torch.ones(4, 5))
+        return model, source
+
+    def first(self, source):
+        return float(source.draw(1, torch.Generator()).flatten()[0])
+
+    def test_a_copys_inputs_are_not_the_models(self):
+        model, source = self.made()
+        for copied in (copy.deepcopy(model), torch.optim.swa_utils.AveragedModel(model)):
+            copied.train()(torch.full((4, 5), 99.0))
+            assert self.first(source) == 1
+        model(torch.full((4, 5), 2.0))
+        assert self.first(source) == 2
+
+    def test_the_model_can_be_saved_whole(self):
+        model, source = self.made()
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        again = torch.load(file, weights_only=False)
+        again(torch.full((4, 5), 99.0))
+        assert self.first(source) == 1

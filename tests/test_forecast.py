@@ -1,6 +1,7 @@
 """What will be forgotten: the quadratic's parts, kept answers moved as probes were, and budgets."""
 
 import copy
+import dataclasses
 import math
 
 import pytest
@@ -587,3 +588,52 @@ def test_of_a_softened_fisher_the_quadratic_is_said_to_overstate(scene):
     posterior = holdfast.consolidate(holdfast.prior(model), model, fisher)
     assert any("overstates" in each for each in holdfast.forecast(model, posterior).doubts)
     assert not any("overstates" in each for each in holdfast.forecast(model, memory).doubts)
+
+
+class TestStatisticsThatWereNotKept:
+    """A model with BatchNorm, and a posterior saved without what its layers have counted."""
+
+    def made(self):
+        torch.manual_seed(0)
+        x = torch.randn(300, 5)
+        y = (x @ torch.randn(5, 3)).argmax(1)
+        model = nn.Sequential(nn.Linear(5, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
+        optimizer = torch.optim.Adam(model.parameters(), 0.02)
+        self.train(model, optimizer, x, y, 100)
+        posterior = holdfast.consolidate(
+            holdfast.prior(model), model, holdfast.diagonal_fisher(model, [(x, y)], holdfast.categorical)
+        )
+        probes, answers = holdfast.gaussian_probes([x]), holdfast.kept_answers(model, [(x, y)], holdfast.categorical)
+        whole = holdfast.Memory.of(posterior, model, probes, answers)
+        return model, x, y, whole, dataclasses.replace(whole, buffers={})
+
+    def train(self, model, optimizer, x, y, steps):
+        model.train()
+        for _ in range(steps):
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+
+    @GOES_BACK
+    def test_a_budget_is_kept_to_its_end(self):
+        model, x, y, _, memory = self.made()
+        means = model[1].running_mean.clone()
+        optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+        options = {"num_data": 300, "budget": 0.05, "freeze_statistics": False}
+        with holdfast.hold(optimizer, model, memory, **options) as handle:
+            self.train(model, optimizer, x + 1, y, 40)
+        assert handle.spent.rise <= 0.05
+        assert not torch.equal(model[1].running_mean, means)
+
+    def test_a_forecast_says_what_it_does_not_see(self):
+        model, x, _, whole, memory = self.made()
+        model.train()
+        for _ in range(20):
+            model(3 * x + 2)
+        model.eval()
+        assert holdfast.forecast(model, whole).rise > 0.1  # what was kept is compared
+        blind = holdfast.forecast(model, memory)
+        assert blind.rise < 1e-6
+        assert any("No `1.running_mean`, `1.running_var` was kept" in doubt for doubt in blind.doubts)
+        quadratic = holdfast.forecast(model, dataclasses.replace(whole, probes=None, answers=None))
+        assert any("changed since, which the quadratic does not see" in doubt for doubt in quadratic.doubts)

@@ -525,3 +525,40 @@ class TestMemory:
         posterior = trained(0)
         for twin in (copy.deepcopy(posterior), pickle.loads(pickle.dumps(posterior))):
             assert twin.id == posterior.id
+
+
+def test_a_decay_of_zero_forgets_what_was_kept_beside_the_posterior_too():
+    model = CASE.model()
+    batches = CASE.batches()
+    memory = holdfast.Memory.of(
+        holdfast.consolidate(holdfast.prior(model), model, fisher(model)), model, holdfast.gaussian_probes(batches)
+    )
+    after = holdfast.consolidate(memory, model, fisher(model, 1), decay=0)
+    assert after.probes is None
+    assert after.posterior.num_data == fisher(model, 1).num_data
+
+
+def test_a_model_without_values_has_no_prior():
+    with pytest.raises(holdfast.ArgumentError, match="`weight`, `bias` is on the meta device"):
+        holdfast.prior(nn.Linear(2, 3, device="meta"))
+
+
+def test_curvature_says_that_it_needs_gradients():
+    model = CASE.model()
+    with torch.inference_mode(), pytest.raises(holdfast.ArgumentError, match="curvature is made of gradients"):
+        holdfast.diagonal_fisher(model, CASE.batches(), CASE.likelihood)
+
+
+def test_merging_memories_says_that_statistics_are_left_out():
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    batches = [[(torch.randn(9, 3), torch.randint(0, 2, (9,)))] for _ in range(2)]
+    first, second = (
+        holdfast.Memory.of(
+            holdfast.consolidate(
+                holdfast.prior(model), model, holdfast.diagonal_fisher(model, each, holdfast.categorical)
+            ), model,
+        )
+        for each in batches
+    )  # fmt: skip
+    with pytest.warns(holdfast.HoldfastWarning, match="statistics, such as BatchNorm's, have no product"):
+        holdfast.merge(first, second)

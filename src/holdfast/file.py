@@ -107,6 +107,8 @@ def _opened(
 ) -> tuple[dict[str, Any], dict[str, Taken]]:
     """The description, and what `take` takes of each tensor."""
     try:
+        if os.path.exists(path) and not os.path.isfile(path):
+            raise MemoryFileError(f"{path} cannot be read: it is no regular file.")  # a pipe is waited for without end
         with open(path, "rb") as start:
             magic = start.read(9)
         # A safetensors file starts with its header's length, in eight bytes that can be anything, and then "{".

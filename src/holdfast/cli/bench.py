@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.box import SIMPLE_HEAD
-from rich.markup import escape
 from rich.table import Table
 
 from ..errors import ArgumentError
-from .console import app, console, interruptible, need, or_exit, plain_warnings
+from .console import app, console, escape, interruptible, need, or_exit, plain_warnings
 from .progress import Shown
 
 if TYPE_CHECKING:

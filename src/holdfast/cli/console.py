@@ -15,8 +15,8 @@ from ..errors import HoldfastError, HoldfastWarning
 
 try:
     import typer
+    from rich import markup
     from rich.console import Console
-    from rich.markup import escape
 except ImportError as missing:  # the core installs without them
     sys.exit(f"The holdfast command needs {missing.name}: install holdfast with its `cli` extra.")
 
@@ -41,12 +41,22 @@ def about(
         raise typer.Exit
 
 
+def printable(text: str) -> str:
+    """A text of anyone's, with nothing in it that a terminal would obey."""
+    return "".join(each if each.isprintable() or each == "\n" else repr(each)[1:-1] for each in text)
+
+
+def escape(text: str) -> str:
+    """The same for a line of rich's, whose own marks it does not use either."""
+    return markup.escape(printable(text))
+
+
 def or_exit(work: Callable[[], Result]) -> Result:
     """What `work` gives, or its error as one line and exit status 1."""
     try:
         return work()
     except HoldfastError as error:
-        sys.exit(str(error))
+        sys.exit(printable(str(error)))
 
 
 @contextmanager

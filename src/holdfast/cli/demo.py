@@ -12,12 +12,11 @@ import torch
 import typer
 from rich.box import SIMPLE_HEAD
 from rich.columns import Columns
-from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from .. import __version__
-from .console import app, console, need, or_exit, write
+from .console import app, console, escape, need, or_exit, write
 
 if TYPE_CHECKING:
     from ..bench.demonstration import Digits

@@ -15,7 +15,6 @@ from typing import Annotated, Any
 import torch
 import typer
 from rich.box import SIMPLE_HEAD
-from rich.markup import escape
 from rich.table import Table
 from torch import nn
 
@@ -23,7 +22,7 @@ from .. import __version__
 from ..diagnose import Diagnosis
 from ..diagnose import diagnose as diagnosed
 from ..likelihood import Likelihood
-from .console import app, console, interruptible, need, or_exit, plain_warnings, write
+from .console import app, console, escape, interruptible, need, or_exit, plain_warnings, write
 
 _WANTED = "(model, batches, likelihood), and a fine-tuned model or state dict as a fourth if there is one"
 

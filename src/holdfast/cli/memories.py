@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import sys
 import warnings
 from pathlib import Path
@@ -9,26 +10,33 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from rich.markup import escape
 from rich.table import Table
 from safetensors.torch import load_file
 
-from ..errors import ArgumentError, HoldfastWarning
+from ..errors import ArgumentError, HoldfastWarning, MemoryFileError
 from ..file import HEAD
 from ..forecast import Forecast
 from ..forecast import forecast as foretold
-from ..posterior import Memory, Posterior
+from ..head import LinearHead
+from ..posterior import Memory
 from ..posterior import merge as merged
 from ..storage import inspect as inspected
 from ..storage import load, save
-from .console import app, console, or_exit
+from .console import app, console, escape, or_exit
 
 
 @app.command()
-def inspect(file: Annotated[Path, typer.Argument(help="A memory's file or folder, or a linear head's file.")]) -> None:
-    """Say what a file holds, without loading its tensors."""
+def inspect(
+    file: Annotated[Path, typer.Argument(help="A memory's file or folder, or a linear head's file.")],
+    verify: Annotated[bool, typer.Option(help="Read all of it, and compare it with its checksum.")] = False,
+) -> None:
+    """Say what a file says of itself, without loading its tensors."""
     facts = or_exit(lambda: inspected(file))
-    rows = _of_head(facts) if facts.get("kind") == HEAD else _of_memory(facts)
+    is_head = facts.get("kind") == HEAD
+    if verify:
+        or_exit(lambda: LinearHead.load(file) if is_head else load(file))
+    checked = "right" if verify else "not looked at: --verify reads the whole of it"
+    rows = [*(_of_head(facts) if is_head else _of_memory(facts)), ("checksum", checked)]
     table = Table(show_header=False, box=None)
     files = [each for each in file.rglob("*") if each.is_file()] if file.is_dir() else [file]
     for name, value in [*rows, ("bytes", f"{sum(each.stat().st_size for each in files):,}")]:
@@ -75,10 +83,10 @@ def forecast(
 
     def work() -> Forecast:
         known = load(memory)
-        return foretold(_of_model(_weights(checkpoint), known.posterior), known)
+        return foretold(_of_model(_weights(checkpoint), known), known)
 
     said = or_exit(work)
-    console.print(f"[bold]{said.rise:.4g}[/bold] nats per old {said.unit}, by the quadratic:")
+    console.print(f"[bold]{said.rise:.4g}[/bold] nats per old {escape(said.unit)}, by the quadratic:")
     table = Table(box=None)
     table.add_column("layer")
     table.add_column("nats", justify="right")
@@ -94,8 +102,17 @@ def forecast(
 
 def _weights(file: Path) -> dict[str, torch.Tensor]:
     """The tensors of a checkpoint, by name; nothing in it is executed."""
+    found: Any
     try:
-        found = load_file(file) if file.suffix == ".safetensors" else torch.load(file, "cpu", weights_only=True)
+        if file.suffix == ".safetensors":
+            found = _mean(file) or load_file(file)
+        else:
+            found = torch.load(file, "cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise ArgumentError(
+            f"{file} holds more than named tensors, a whole model perhaps, and such files can run code: it is not "
+            "opened. Save model.state_dict()."
+        ) from error
     except Exception as error:  # a file of anything: every reader fails in its own way
         said = (str(error).splitlines() or [type(error).__name__])[0]
         raise ArgumentError(f"{file} could not be read as weights: {said}") from error
@@ -107,12 +124,23 @@ def _weights(file: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
+def _mean(file: Path) -> dict[str, torch.Tensor]:
+    """The weights of another memory, where the file is one."""
+    try:
+        inspected(file)
+    except MemoryFileError:
+        return {}
+    found = load(file)
+    return {**found.posterior.mean, **found.buffers}
+
+
 def _is_weight(value: object) -> bool:
     return isinstance(value, torch.Tensor) and value.is_floating_point() and value.layout == torch.strided
 
 
-def _of_model(weights: dict[str, torch.Tensor], known: Posterior) -> dict[str, torch.Tensor]:
+def _of_model(weights: dict[str, torch.Tensor], memory: Memory) -> dict[str, torch.Tensor]:
     """The weights under the names that the memory has for them: without a wrapper's prefix, or a tied one's other."""
+    known = memory.posterior
     for prefix in ("", "module.", "_orig_mod.", "model."):
         found = {}
         for name in known.mean:
@@ -120,7 +148,8 @@ def _of_model(weights: dict[str, torch.Tensor], known: Posterior) -> dict[str, t
             if there is not None:
                 found[name] = weights[prefix + there]
         if len(found) == len(known.mean):
-            return found
+            beside = {name.removeprefix(prefix): each for name, each in weights.items() if name.startswith(prefix)}
+            return {**beside, **found}
     return weights
 
 

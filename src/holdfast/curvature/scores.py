@@ -58,6 +58,8 @@ class Scoring:
             raise ArgumentError(f"targets must be 'expected', 'sampled' or 'observed', got {targets!r}.")
         if not isinstance(seed, int):
             raise ArgumentError(f"a seed is an integer, got {seed!r}.")
+        if torch.is_inference_mode_enabled():
+            raise ArgumentError("curvature is made of gradients: ask for it outside torch.inference_mode().")
         if ranks is None:
             require_whole(model)
         require_separable(model)

@@ -26,17 +26,14 @@ class NewInputs:
         self.num_data = require_number(num_data, "num_data, how many old examples there were,", positive=True)
         self.unit = unit
         self._seen: Tensor | None = None
-        mine = ref(self)
-
-        def look(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            source = mine()
-            if source is not None and module.training and torch.is_grad_enabled():
-                given = [value for each in (*args, *kwargs.values()) for value in _values(each)]
-                tensors = [each for each in given if isinstance(each, Tensor)]
-                source._seen = tensors[0].detach() if tensors else None
-
-        self._hook = model.register_forward_pre_hook(look, with_kwargs=True, prepend=True)  # as it was called
+        self._hook = model.register_forward_pre_hook(_Look(self, model), with_kwargs=True, prepend=True)  # as called
         finalize(self, self._hook.remove)  # with whoever asked for it: the hold that it is a term of
+
+    def see(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """What the model is called with."""
+        given = [value for each in (*args, *kwargs.values()) for value in _values(each)]
+        tensors = [each for each in given if isinstance(each, Tensor)]
+        self._seen = tensors[0].detach() if tensors else None
 
     def draw(self, count: int, generator: torch.Generator) -> Tensor:
         """The last batch, whole."""
@@ -54,6 +51,27 @@ class NewInputs:
     def remove(self) -> None:
         """Stop looking at the model's inputs."""
         self._hook.remove()
+
+
+class _Look:
+    """A hook on one model, for one source of inputs. A copy of the model, or the model read from a file, has no part in
+    that: the hook that it carries does nothing."""
+
+    def __init__(self, source: NewInputs | None = None, model: nn.Module | None = None) -> None:
+        self._source = None if source is None else ref(source)
+        self._model = None if model is None else ref(model)
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        source = None if self._source is None else self._source()
+        mine = self._model is not None and self._model() is module
+        if source is not None and mine and module.training and torch.is_grad_enabled():
+            source.see(args, kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Look:
+        return _Look()
+
+    def __reduce__(self) -> tuple[type[_Look], tuple[()]]:
+        return _Look, ()
 
 
 def _values(given: Any) -> Collection[Any]:

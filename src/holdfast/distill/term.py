@@ -244,6 +244,8 @@ def distill(
     require_number(temperature, "temperature", positive=True)
     inner = unwrapped(model)
     asked: Teacher = Given(teacher, inner) if isinstance(teacher, nn.Module) else Recalled(teacher, inner)
+    if isinstance(asked, Recalled):
+        asked.say_assumed(stacklevel=3)
     plain: Forward = forward if forward is not None else lambda run, given: run(given)
     there = inputs.to(_device(model)) if isinstance(inputs, Probes) else inputs
     if there.layer:

@@ -12,10 +12,11 @@ from torch import Tensor, nn
 
 from ..devices import full
 from ..errors import ArgumentError, MismatchError
-from ..params import adapted, all_parameters, matched, shapes, some, unwrapped
+from ..params import adapted, all_parameters, buffers, matched, shapes, some, unwrapped
 from ..pieces import number, resharded
 from ..posterior import Memory, Posterior, as_posterior
 from ..posterior.placed import placed
+from ..posterior.recalled import unkept
 from ..precision.applied import applied
 from ..probes import Answers
 from ..rise import ByProbes, asked, missing
@@ -23,6 +24,8 @@ from ..rise import ByProbes, asked, missing
 _DRAWS = 2000
 # Where the outputs to probes moved by more than this much of their own spread, a forecast was not checked.
 FAR = 6.0
+# What weights alone call the statistics of a BatchNorm.
+_STATISTICS = ("running_mean", "running_var")
 # Fewer answers are no sample.
 _FEW = 100
 
@@ -109,7 +112,10 @@ def forecast(
     if not isinstance(model, nn.Module):
         parts = _parts(known, known.delta(model))
         lacks = "weights alone answer nothing: give the model"
-        return Forecast(sum(parts.values()), parts, None, _doubts(known, [], None), known.unit, lacks)
+        kept = posterior.buffers if isinstance(posterior, Memory) else {}
+        unknown = [name for name in model if name.endswith(_STATISTICS) and name not in kept]
+        doubts = (*_doubts(known, [], None), *_of_statistics(posterior, model, unknown, seen=False))
+        return Forecast(sum(parts.values()), parts, None, doubts, known.unit, lacks)
     inner = unwrapped(model)
     resharded(inner)
     params = matched(inner, shapes(known.mean), ties=known.ties)
@@ -133,7 +139,8 @@ def forecast(
         raise MismatchError("the model's answers to probes are not finite: there is nothing to forecast.")
     inside = {id(parameter) for parameter in params.values()}
     new = [name for name, p in all_parameters(inner).items() if id(p) not in inside and p.requires_grad]
-    doubts = (*_doubts(known, new, found), *against)
+    moved = _of_statistics(posterior, buffers(inner), unkept(posterior, inner), seen=found is not None)
+    doubts = (*_doubts(known, new, found), *against, *moved)
     return Forecast(sum(parts.values()), parts, found, doubts, known.unit, lacks)
 
 
@@ -161,6 +168,31 @@ def _of_sample(answers: Answers, known: Posterior) -> list[str]:
             "learned without keeping answers of it (memory.with_answers) is not in this."
         )
     return said
+
+
+def _of_statistics(
+    memory: Posterior | Memory, now: Mapping[str, Tensor], unknown: list[str], *, seen: bool
+) -> list[str]:
+    """What speaks against a forecast where a model's statistics, such as BatchNorm's, are not what they were.
+
+    Answers to probes have `seen` what became of those that were kept.
+    """
+    kept = memory.buffers if isinstance(memory, Memory) else {}
+    moved = [name for name, value in kept.items() if name in now and not _equal(value, now[name])]
+    said = []
+    if moved and not seen:
+        said.append(f"{some(moved)} changed since, which the quadratic does not see.")
+    if unknown:
+        said.append(
+            f"No {some(unknown)} was kept, as Memory.of(posterior, model) does: if it changed since, what that does is "
+            "not in this."
+        )
+    return said
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    one, other = full(one.detach()), full(other.detach())
+    return one.shape == other.shape and torch.equal(one.cpu().to(other.dtype), other.cpu())
 
 
 def _doubts(known: Posterior, new: list[str], found: ByProbes | None) -> tuple[str, ...]:

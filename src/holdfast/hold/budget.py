@@ -16,6 +16,7 @@ from ..params import buffers, matched, shapes, some, told_apart, unwrapped
 from ..penalty import Term
 from ..pieces import number, placed
 from ..posterior import Memory, Posterior, as_posterior
+from ..posterior.recalled import Recalled, asking
 from ..rise import asked, missing
 
 _EVERY = 5  # steps between two looks at what is spent
@@ -73,6 +74,8 @@ class Budget:
     _looks: int = field(default=0, repr=False)
     _hopeless: int = field(default=0, repr=False)
     _gauge: Callable[[], float] | None = field(default=None, repr=False)
+    _then: Callable[[Any], Any] | None = field(default=None, repr=False)
+    _statistics: dict[str, Tensor] = field(default_factory=dict, repr=False)  # those that the memory lacks
 
     def __post_init__(self) -> None:
         self.limit = require_number(self.limit, "a budget, in nats per old example,", positive=True)
@@ -200,10 +203,10 @@ class Budget:
         gauge = self._made(model, _LAST_DRAWS, 1)  # other probes than those the strength was steered by
         before = 1.0 if self.finished is None else self.finished.kept
         params, start = self._way_back(model)
-        if isinstance(self.memory, Memory):  # statistics go back with the weights that they were taken of
-            for name, buffer in buffers(unwrapped(model)).items():
-                if name in self.memory.buffers and buffer.is_floating_point():
-                    params[f"buffer {name}"], start[f"buffer {name}"] = buffer, self.memory.buffers[name]
+        known = {**self._statistics, **(self.memory.buffers if isinstance(self.memory, Memory) else {})}
+        for name, buffer in buffers(unwrapped(model)).items():  # statistics go back with the weights
+            if name in known and buffer.is_floating_point():
+                params[f"buffer {name}"], start[f"buffer {name}"] = buffer, known[name]
         there = {name: value.detach().clone() for name, value in params.items()}
         start = {name: placed(start[name], value) for name, value in there.items()}
         self.spent, kept = self._told(gauge), 1.0
@@ -240,12 +243,23 @@ class Budget:
         params: dict[str, Tensor] = dict(matched(model, shapes(posterior.mean), ties=posterior.ties))
         return params, {name: posterior.mean[name] for name in params}
 
+    def _old(self, model: nn.Module, forward: Callable[[nn.Module, Any], Any]) -> Callable[[Any], Any]:
+        """The old function: kept from the start where the memory lacks statistics, which nothing tells later."""
+        if self._then is not None:
+            return self._then
+        teacher = Recalled(self.memory, model)
+        found = asking(teacher, model, forward)
+        if teacher.assumed:
+            there = buffers(model)
+            self._then, self._statistics = found, {name: there[name].clone() for name in teacher.assumed}
+        return found
+
     def _made(self, model: nn.Module, draws: int, seed: int) -> Callable[[], float]:
         if not isinstance(self.memory, Memory) or not self._by_probes:
             # Each term is an estimate of the same rise: the largest, for a mean of them would hide it.
             counted = [term for term in self.terms if term.num_data]
             return lambda: max(number(term.value(model)) / term.num_data for term in counted)
-        old = None if self.space is None else self.space.recalled
+        old = self._old if self.space is None else self.space.recalled
         estimate, now = asked(unwrapped(model), self.memory, draws, seed, self.forward, old)
 
         def rise() -> float:

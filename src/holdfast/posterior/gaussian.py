@@ -198,6 +198,9 @@ def prior(model: nn.Module, precision: float = 0.0, mean: float | Mapping[str, T
     """
     precision = require_number(precision, "a prior's precision")
     params = trainable(model)
+    empty = [name for name, p in params.items() if p.device.type == "meta"]
+    if empty:
+        raise ArgumentError(f"{some(empty)} is on the meta device and has no values. Load the weights first.")
     if not (mean is None or isinstance(mean, (Real, Mapping))):
         raise ArgumentError(f"a prior's mean is a number or a dict of tensors by name, got {type(mean).__name__}.")
     if mean is None:

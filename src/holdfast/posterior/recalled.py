@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 from ..devices import full, part
 from ..elsewhere import run_at
-from ..errors import ArgumentError, MismatchError
+from ..errors import ArgumentError, HoldfastWarning, MismatchError
 from ..identity import fingerprints
 from ..params import all_parameters, buffers, matched, require_shapes, shapes, some, unwrapped
 from ..pieces import in_pieces, placed, resharded
@@ -65,16 +66,27 @@ class Recalled:
             self._mean = {name: value.clone() for name, value in self._mean.items()}
         kept, found = memory.buffers if isinstance(memory, Memory) else {}, buffers(model)
         require_shapes(shapes(kept), shapes(found), what="the memory's buffers", than="the model")
-        lost = [name for name, buffer in found.items() if name not in kept and buffer.is_floating_point()]
-        if lost and any(not torch.equal(full(p.detach()), full(self._mean[name])) for name, p in params.items()):
+        # Statistics that were not kept: taken to be what they are now, while the weights are what they were.
+        self.assumed = unkept(memory, model)
+        moved = (not torch.equal(full(p.detach()), full(self._mean[name])) for name, p in params.items())
+        if self.assumed and any(moved):
             raise MismatchError(
-                f"no {some(lost)} was kept, and the model has moved since: how it ran then is not known. Keep buffers "
-                "with the posterior: Memory.of(posterior, model), while the model is as it was."
+                f"no {some(self.assumed)} was kept, and the model has moved since: how it ran then is not known. Keep "
+                "buffers with the posterior: Memory.of(posterior, model), while the model is as it was."
             )
         then = {id(buffer): kept[name] for name, buffer in found.items() if name in kept}
         self._buffers = {
             name: then.get(id(buffer), buffer).detach().to(buffer, copy=True) for name, buffer in model.named_buffers()
         }
+
+    def say_assumed(self, stacklevel: int) -> None:
+        """Warn where statistics are taken to be what they are now."""
+        if self.assumed:
+            warnings.warn(
+                f"no {some(self.assumed)} was kept: the old model is taken to have run with what is there now, which "
+                "is right as long as the model was not called in training mode since. Keep them with the posterior: "
+                "Memory.of(posterior, model).", HoldfastWarning, stacklevel=stacklevel,
+            )  # fmt: skip
 
     def __call__(self, model: nn.Module, forward: Forward, inputs: Any) -> Any:
         resharded(model)
@@ -132,8 +144,20 @@ def recalled(model: nn.Module, memory: Posterior | Memory, *, forward: Forward |
     """
     inner = unwrapped(model)
     teacher = Recalled(memory, inner)
+    teacher.say_assumed(stacklevel=3)
+    return asking(teacher, inner, forward)
+
+
+def asking(teacher: Recalled, model: nn.Module, forward: Forward | None = None) -> Callable[[Any], Any]:
+    """The old function of inputs."""
     plain: Forward = forward if forward is not None else lambda run, given: run(given)
-    return lambda inputs: teacher(inner, plain, inputs)
+    return lambda inputs: teacher(model, plain, inputs)
+
+
+def unkept(memory: Posterior | Memory, model: nn.Module) -> list[str]:
+    """The statistics of a model, such as BatchNorm's, of which a memory does not know what they were."""
+    kept = memory.buffers if isinstance(memory, Memory) else {}
+    return [name for name, buffer in buffers(model).items() if name not in kept and buffer.is_floating_point()]
 
 
 def _rounds(mean: Tensor, parameter: Tensor) -> bool:

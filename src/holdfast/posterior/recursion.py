@@ -87,6 +87,8 @@ def _remembered(before: Kept, after: Posterior, model: nn.Module, decay: float) 
     """What was kept beside the posterior goes on with it; what counts less, counts less there too."""
     if not isinstance(before, Memory):
         return after
+    if decay == 0:  # nothing of it counts any more
+        return Memory.of(after, model)
     probes = before.probes if before.probes is None or decay == 1 else before.probes.thinned(decay)
     answers = before.answers if before.answers is None or decay == 1 else before.answers.thinned(decay)
     return Memory.of(after, model, probes, answers)

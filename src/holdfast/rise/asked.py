@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..errors import ArgumentError
 from ..likelihood import Likelihood, tokens
 from ..posterior import Memory, Posterior
-from ..posterior.recalled import Forward, recalled
+from ..posterior.recalled import Forward, Recalled, asking
 from ..probes import Answers
 from ..untouched import untouched
 from .paired import Paired
@@ -45,7 +45,7 @@ def asked(
     inputs = [probes.draw(min(_BATCH, count - start), generator) for start in range(0, count, _BATCH)]
     inputs = [each.to(dtype) if each.is_floating_point() else each for each in inputs]
     single = _each(memory.answers)
-    before = recalled(model, memory, forward=plain) if old is None else old(model, plain)
+    before = asking(Recalled(memory, model), model, plain) if old is None else old(model, plain)
     then = torch.cat([single.each(before(each))[0].float() for each in inputs])
 
     def now() -> Tensor:
