@@ -351,12 +351,13 @@ def test_a_layer_that_grew_is_free_in_its_new_entries(name, rotate):
         assert not value.any()
 
 
-@pytest.mark.parametrize("layer", [
-    Layer("w", None, torch.Size([4, 2, 2]), 2, 2, False), Layer("w", None, torch.Size([2, 3, 2]), 1, 6, False),
+@pytest.mark.parametrize(("layer", "advice"), [
+    (Layer("w", None, torch.Size([4, 2, 2]), 2, 2, False), "Make a new memory"),
+    (Layer("w", None, torch.Size([2, 3, 2]), 1, 6, False), r"diagonal\(\)"),
 ], ids=["groups", "rows of two axes"])  # fmt: skip
-def test_growth_that_would_move_old_rows_is_refused(layer):
+def test_growth_that_would_move_old_rows_is_refused(layer, advice):
     """(2, 3, 2) used as 6 × 2: with (2, 4, 2), what was its fourth row would be its fifth."""
-    with pytest.raises(MismatchError, match=r"`w` grew from .* old rows would not stay in front.*diagonal\(\)"):
+    with pytest.raises(MismatchError, match=rf"`w` grew from .* old rows would not stay in front.*{advice}"):
         made(layer).expanded({"w": torch.Size([layer.shape[0], layer.shape[1] + 1, 2])})
     assert made(layer).expanded({"w": layer.shape}).shapes == {"w": layer.shape}
 

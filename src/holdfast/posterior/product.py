@@ -33,15 +33,11 @@ def merge(*posteriors: Posterior | Memory, base: Posterior | Memory | None = Non
             "probes and answers are not in what merging gives: join them with `+`, and keep them beside it with "
             "Memory.of(merged, model, probes, answers).", HoldfastWarning, stacklevel=2,
         )  # fmt: skip
-    if any(
-        buffer.is_floating_point()
-        for each in posteriors
-        if isinstance(each, Memory)
-        for buffer in each.buffers.values()
-    ):
+    counted = [buffer for each in posteriors if isinstance(each, Memory) for buffer in each.buffers.values()]
+    if any(map(Tensor.is_floating_point, counted)):
         warnings.warn(
-            "statistics, such as BatchNorm's, have no product, and are not in what merging gives: count them anew, with "
-            "data, and keep them with Memory.of(merged, model).", HoldfastWarning, stacklevel=2,
+            "statistics, such as BatchNorm's, have no product, and are not in what merging gives: count them anew "
+            "with data, and keep them with Memory.of(merged, model).", HoldfastWarning, stacklevel=2,
         )  # fmt: skip
     if len(posteriors) < 2:
         raise ArgumentError(

@@ -97,10 +97,11 @@ class Layer:
         new = shapes.get(self.weight, self.shape)
         require_growth(self.shape, new)
         if new != self.shape and (self.groups > 1 or self.rows != self.shape[0]):
+            alone = "Expand it as a diagonal: the precision's diagonal() has its entries."
             raise MismatchError(
                 f"`{self.weight}` grew from {tuple(self.shape)} to {tuple(new)}, and is used as {self.groups}×"
-                f"{self.rows}×{self._columns}: its old rows would not stay in front. Make a new memory of the grown "
-                "model."
+                f"{self.rows}×{self._columns}: its old rows would not stay in front. "
+                f"{alone if self.groups == 1 else 'Make a new memory of the grown model.'}"
             )
         rows = self.rows if new == self.shape else new[0]
         layer = replace(self, shape=new, rows=rows)
