@@ -101,7 +101,8 @@ class Handle:
         return covered(self._model, held, held)
 
     def metrics(self) -> dict[str, float]:
-        """Numbers for a logger. `rise` is the terms' estimate of nats lost per old example."""
+        """Numbers for a logger. `rise` is the terms' estimate of nats lost per old example; `held_parameters` are those
+        that a term reaches, of whose entries `coverage` tells how many have a precision."""
         value = self.penalty
         old = sum(term.num_data for term in self._terms)
         return {
