@@ -347,7 +347,8 @@ def diagonals(protocols: tuple[str, ...]) -> list[str]:
             mine = [one for one in found if (one.protocol, one.run.method) == (protocol, method)]
             mine = [one for one in mine if one.strength in (None, 1)]
             here = [one for one in mine if not one.made["device"].startswith("CPU")] or mine
-            cells.append(_two([one.run.average for one in here]) if here else "–")
+            there = " (CPU)" if here and here[0].made["device"].startswith("CPU") and protocol != "vcl" else ""
+            cells.append(_two([one.run.average for one in here]) + there if here else "–")
             if protocol == "vcl" and here:
                 where = "CPU" if here[0].made["device"].startswith("CPU") else "H200"
                 seconds = f"{statistics.fmean(sum(one.run.learning_seconds) for one in here):.0f} ({where})"

@@ -28,5 +28,6 @@ def _end_at_once() -> None:
 
 
 _listening = False
-if sys.argv[:1] == ["-m"] and ("-m", "holdfast") in zip(sys.orig_argv, sys.orig_argv[1:], strict=False):
+_words = sys.orig_argv
+if sys.argv[:1] == ["-m"] and "-m" in _words and _words[_words.index("-m") + 1] == "holdfast":
     _end_at_once()

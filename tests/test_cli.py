@@ -178,9 +178,10 @@ def test_forecast_ranks_the_layers_of_a_checkpoint(tmp_path, suffix):
         assert result.output.count("\n") == 1
     assert "holds more than named tensors" in result.output
     assert "weights_only" not in result.output
-    holdfast.save(holdfast.prior(model), tmp_path / "later.safetensors")
-    later = runner.invoke(app, ["forecast", str(tmp_path / "memory.safetensors"), str(tmp_path / "later.safetensors")])
-    assert later.output == again.output  # another memory's mean is a checkpoint too
+    for name in ("later.safetensors", "later.memory"):
+        holdfast.save(holdfast.prior(model), tmp_path / name)
+        later = runner.invoke(app, ["forecast", str(tmp_path / "memory.safetensors"), str(tmp_path / name)])
+        assert later.output == again.output  # another memory's mean is a checkpoint too
 
 
 def test_a_checkpoint_whose_statistics_moved_is_doubted(tmp_path):
@@ -238,6 +239,7 @@ def test_inspect_says_that_it_did_not_look_at_the_checksum_and_looks_if_asked(tm
     assert runner.invoke(app, ["inspect", str(path)]).exit_code == 0
     found = runner.invoke(app, ["inspect", str(path), "--verify"])
     assert (found.exit_code, "is damaged" in found.output) == (1, True)
-    os.mkfifo(tmp_path / "pipe.safetensors")
-    found = runner.invoke(app, ["inspect", str(tmp_path / "pipe.safetensors")])
-    assert (found.exit_code, "no regular file" in found.output) == (1, True)
+    if hasattr(os, "mkfifo"):
+        os.mkfifo(tmp_path / "pipe.safetensors")
+        found = runner.invoke(app, ["inspect", str(tmp_path / "pipe.safetensors")])
+        assert (found.exit_code, "no regular file" in found.output) == (1, True)

@@ -167,7 +167,7 @@ def test_a_sweep_counts_both_its_stages(tmp_path, executed):
     assert "10/10 " in result.output  # 2 methods × 2 strengths, and 3 methods × 2 seeds
     assert len(executed) == 10
     assert sum(job.validating for job in executed) == 4
-    assert "ewc did best at 1, the smallest strength that was tried. Beyond it may be better ones" in result.output
+    assert "did best at" not in result.output  # all are as good
 
 
 def test_jobs_that_fail_are_told_and_the_others_go_on(tmp_path, monkeypatch):
@@ -440,3 +440,27 @@ def test_workers_do_not_outlive_a_command_that_is_killed(started):
     pids = until(lambda: workers(process), process)
     process.kill()
     assert gone(pids) == []
+
+
+def test_a_sweep_says_where_its_best_strength_is_the_last_one(tmp_path, monkeypatch):
+    def execute(job, device, threads):
+        right = min(0.9, 0.1 * job.strength)
+        return Result(job.config, Run(job.method, job.seed, [[0.9, 0.1], [right, 0.8]]), machine("cpu"))
+
+    monkeypatch.setattr(grid, "execute", execute)
+    words = ["digits", "--methods", "ewc,l2", "--seeds", "1", "--sweep", "--out", tmp_path, *NUMBERS]
+    result = bench(*words, "--strengths", "1,2,4")
+    said = " ".join(result.output.split())
+    assert "ewc did best at 4, the largest strength that was tried. Beyond it may be better ones" in said
+    assert "did best" not in bench(*words, "--strengths", "1,20,40").output
+
+
+def test_one_dataset_that_is_not_there_keeps_no_other_from_running(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOLDFAST_OFFLINE", "1")
+    monkeypatch.setenv("HOLDFAST_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("HOLDFAST_DATA", raising=False)
+    words = ["--methods", "fine-tuning", "--seeds", "1", "--out", tmp_path / "results", *NUMBERS]
+    result = bench("digits", "cifar10-class", *words)
+    assert result.exit_code == 1
+    assert "failed cifar10-class" in " ".join(result.output.split())
+    assert len(collected(tmp_path / "results")) == 1

@@ -702,6 +702,11 @@ class TestNewInputsOfOneModel:
         model(torch.full((4, 5), 2.0))
         assert self.first(source) == 2
 
+    def test_what_replicas_on_other_gpus_are_called_with_is_the_models(self):
+        model, source = self.made()
+        model._replicate_for_data_parallel()(torch.full((4, 5), 3.0))
+        assert self.first(source) == 3
+
     def test_the_model_can_be_saved_whole(self):
         model, source = self.made()
         file = io.BytesIO()

@@ -497,8 +497,9 @@ def test_a_hold_tells_what_it_holds():
 
 
 @pytest.mark.parametrize("kind", [nn.Conv2d, nn.ConvTranspose2d])
-def test_a_convolution_in_groups_grows_by_whole_groups_or_not_at_all(kind):
-    """Its rows are the groups' one behind the other: more rows in each move those of the second."""
+def test_a_convolution_in_groups_grows_where_each_channel_is_one_or_not_at_all(kind):
+    """Its rows are the groups' one behind the other: more rows in each move those of the second, more groups do not,
+    and a shape does not tell which it was."""
     old, new = (kind(4, outputs, 1, groups=2) for outputs in (4, 8))
     with pytest.raises(holdfast.MismatchError, match=r"`weight` of Conv.*grew .*stacks .*Make a new memory"):
         holdfast.prior(old, 1.0).expanded(new)

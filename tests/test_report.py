@@ -10,7 +10,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from holdfast.bench.measures import Run
+from holdfast.bench.measures import Run, at_an_end
 from holdfast.bench.results import Result, write
 from holdfast.errors import ArgumentError, DataError
 from holdfast.report import bench_page, csv, markdown, report_command, tables
@@ -394,3 +394,17 @@ def test_a_click_on_a_heading_sorts_with_dashes_last_both_ways(toy, tmp_path):
     assert order[1] == ["EWC", "EWC", "SI", "fine-tuning", "joint"]
     assert order[2] == ["EWC", "EWC", "fine-tuning", "joint", "SI"]
     assert order[3] == ["SI", "joint", "fine-tuning", "EWC", "EWC"]
+
+
+def test_runs_from_files_that_were_not_recorded_are_not_mixed_with_others():
+    rows = [[0.9, 0.1], [0.8, 0.9]]
+    known = [result("EWC", seed, rows, made={"data": "a1b2"}) for seed in range(2)]
+    board, *_ = tables([*known, *(result("EWC", seed, [[0.9, 0.1], [0.6, 0.7]]) for seed in range(2))])
+    assert len(board.rows) == 2
+    assert any("different files of the data: a1b2, unknown." in note for note in board.notes)
+
+
+def test_where_several_strengths_are_the_best_or_none_is_below_there_is_no_end():
+    assert at_an_end({1.0: 0.5, 10.0: 0.7}) == "largest"
+    assert at_an_end({1.0: 0.7, 10.0: 0.5}) == "smallest"
+    assert at_an_end({1.0: 0.7, 10.0: 0.7}) == at_an_end({0.0: 0.7, 10.0: 0.5}) == ""

@@ -295,7 +295,7 @@ def test_packed_pictures_are_known_by_what_is_in_them(decodings, tmp_path, monke
     assert images.origin("digits") == ""
     monkeypatch.setenv("HOLDFAST_DATA", str(tmp_path / "nowhere"))
     with pytest.warns(HoldfastWarning, match="not a folder"):
-        assert images.origin("cifar10") == ""
+        assert images.origin("cifar10") is None
 
 
 def test_files_that_are_verified_need_no_other_name(monkeypatch, tmp_path):

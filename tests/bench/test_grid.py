@@ -347,5 +347,10 @@ def test_dask_that_is_not_installed_is_told(monkeypatch):
 def test_a_sweep_looks_at_the_first_tasks_of_those_that_follow():
     protocol = PROTOCOLS["mnist-rotated"]
     (short,) = {job.protocol for job in trials([protocol], ["ewc"], [1.0, 10.0], 3)}
-    assert (short.tasks, short.turn) == (3, protocol.turn) == (3, 36.0)
-    assert protocol.changed(tasks=10).turn == 18.0  # half a turn in all
+    assert (short.tasks, short.angle) == (3, protocol.angle) == (3, 36.0)
+    assert protocol.changed(tasks=10).angle == 18.0  # half a turn in all
+    assert protocol.changed(turn=10.0).changed(tasks=3).angle == 10.0
+    with pytest.raises(ArgumentError, match="nothing to forget"):
+        protocol.changed(tasks=0)
+    with pytest.raises(ArgumentError, match="vcl turns no images"):
+        PROTOCOLS["vcl"].changed(turn=10.0)

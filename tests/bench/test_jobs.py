@@ -54,7 +54,7 @@ def test_a_job_is_known_by_its_numbers_and_not_by_how_they_were_written(tmp_path
         ({"seed": 2**40}, "a seed is"),
         ({"method": "own-text"}, "own-text does not apply to .*: it is for text"),
         ({"method": "exact-head"}, "it needs --loss squared"),
-        ({"method": "probes-feature"}, "it is for the convolutional networks"),
+        ({"method": "probes-feature"}, "it is for convolutional networks"),
         ({"method": "mas", "protocol": PROTOCOLS["text"]}, "mas does not apply to text: it is not for text"),
         ({"protocol": PROTOCOLS["text"], "validating": True}, "text has no validation data"),
     ],
@@ -189,5 +189,13 @@ def test_a_run_from_other_files_of_the_data_is_made_again(tmp_path, monkeypatch)
     monkeypatch.setattr(data, "origin", lambda name: "other")
     with pytest.raises(DataError, match="was made from other files of digits than are here"):
         job.done(tmp_path)
-    monkeypatch.setattr(data, "origin", lambda name: "")  # none here to compare with
+    monkeypatch.setattr(data, "origin", lambda name: "")  # verified ones
+    with pytest.raises(DataError, match="was made from other files"):
+        job.done(tmp_path)
+    monkeypatch.setattr(data, "origin", lambda name: None)  # none here to compare with
     assert job.done(tmp_path) is not None
+
+
+def test_text_has_no_validation_data_to_be_taken_for_test_data():
+    with pytest.raises(ArgumentError, match="text has no validation data"):
+        PROTOCOLS["text"].sequence(0, validating=True)

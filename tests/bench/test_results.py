@@ -4,6 +4,7 @@ import errno
 import json
 import math
 import os
+import stat
 import threading
 from dataclasses import replace
 
@@ -222,10 +223,12 @@ def test_a_full_disk_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch,
 def test_a_text_takes_the_place_of_another_whole_or_not_at_all(tmp_path, monkeypatch):
     page, link = tmp_path / "page.html", tmp_path / "link.html"
     results.write_whole(page, "first\r\n")
+    page.chmod(0o600)
     link.symlink_to(page)
     results.write_whole(link, "second\r\n")
     assert link.is_symlink()
     assert page.read_bytes() == b"second\r\n"
+    assert stat.S_IMODE(page.stat().st_mode) == 0o600
 
     def full(descriptor):
         raise OSError(errno.ENOSPC, "No space left on device")

@@ -48,6 +48,15 @@ def test_labels_that_no_output_could_have_are_refused(labels):
         run(FineTuning(), [task("odd", labels=labels)], lambda: nn.Linear(4, 2), TRAINING)
 
 
+def test_texts_may_have_labels_that_do_not_count():
+    tokens = torch.randint(0, 5, (12, 6), generator=torch.Generator().manual_seed(0))
+    labels = tokens.roll(-1, 1)
+    labels[:, -1] = -100
+    words = Task("words", Split(tokens, labels), Split(tokens, tokens.roll(-1, 1)))
+    made = run(FineTuning(), [words], lambda: nn.Embedding(5, 5), Training(epochs=1, loss="tokens"))
+    assert len(made.accuracy) == 1
+
+
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [

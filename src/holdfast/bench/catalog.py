@@ -52,7 +52,9 @@ _SQUARES = Need("it needs --loss squared", lambda protocol: protocol.training.lo
 _CLASSES = Need("it needs the cross-entropy", lambda protocol: protocol.training.loss == "cross-entropy")
 _TEXT = Need("it is for text", lambda protocol: protocol.stream == "text")
 _IMAGES = Need("it is not for text", lambda protocol: protocol.stream != "text")
-_CONVOLUTIONS = Need("it is for the convolutional networks", lambda protocol: protocol.network == "convolutional")
+_CONVOLUTIONS = Need(
+    "it is for convolutional networks", lambda protocol: protocol.network in ("convolutional", "resnet")
+)
 
 
 @dataclass(frozen=True)

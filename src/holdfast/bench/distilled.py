@@ -14,7 +14,7 @@ from ..distill import Distillation, distill, new_inputs, own_text
 from ..errors import ArgumentError
 from ..hold import hold
 from ..likelihood import gaussian
-from ..posterior import Posterior, consolidate, prior
+from ..posterior import Memory, Posterior, consolidate, prior
 from ..precision import Precision
 from ..probes import GaussianProbes, Probes, gaussian_probes, kept_inputs
 from .methods import BATCH, Curvature
@@ -87,7 +87,7 @@ class Distilled:
         answers = old.judged_after(task)
         classes = len(old.outputs) if old.grows and old.outputs else None
         return distill(
-            model, self.known or prior(model), inputs, trainer.training.likelihood, batch=self.batch,
+            model, Memory.of(self.known or prior(model), model), inputs, trainer.training.likelihood, batch=self.batch,
             classes=classes, seed=trainer.seed, forward=answers.logits,
         )  # fmt: skip
 

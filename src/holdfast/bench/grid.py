@@ -84,9 +84,13 @@ def run_all(
 
 def trials(protocols: Sequence[Protocol], methods: Sequence[str], strengths: Sequence[float], tasks: int) -> list[Job]:
     """The runs that a sweep chooses strengths by: on validation data of the first `tasks` tasks of one sequence."""
-    short = [replace(each, tasks=min(tasks, each.tasks)) for each in protocols]
+    short = [_first(each, min(tasks, each.tasks)) for each in protocols]
     tunable = [method for method in methods if METHODS[method].has_strength]
     return grid(short, tunable, [SWEEP_SEED], strengths, validating=True)
+
+
+def _first(protocol: Protocol, tasks: int) -> Protocol:
+    return replace(protocol, tasks=tasks, turn=protocol.angle if protocol.stream == "rotated" else None)
 
 
 def swept(

@@ -106,7 +106,7 @@ class Job:
         if dict(result.job) != self.config or result.made.get("version") != code_version() or elsewhere:
             raise DataError(f"{found} holds another run's result than its name says.")
         here = data.origin(self.protocol.dataset)
-        if here and result.made.get("data", "") != here:
+        if here is not None and result.made.get("data", "") != here:
             raise DataError(f"{found} was made from other files of {self.protocol.dataset} than are here.")
         return result
 
@@ -208,7 +208,7 @@ def _training(job: Job) -> Any:
     return training
 
 
-def machine(device: str, chosen: bool = False, origin: str = "") -> dict[str, Any]:
+def machine(device: str, chosen: bool = False, origin: str | None = None) -> dict[str, Any]:
     """What a run was made with, and from what, where that has no name."""
     where = torch.cuda.get_device_name() if device.startswith("cuda") else f"CPU, {platform.machine()}"
     return {

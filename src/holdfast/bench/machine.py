@@ -33,7 +33,7 @@ def warm(device: str) -> None:
     """Use once what libraries set up at their first use, which is no part of what the first run costs."""
     with torch.random.fork_rng([device] if device.startswith("cuda") else []):
         model, x, y = nn.Linear(4, 3).to(device), torch.randn(8, 4, device=device), torch.arange(8, device=device) % 3
-        optimizer = torch.optim.Adam(model.parameters())
+        optimizer = torch.optim.Adam(model.parameters(), fused=device.startswith("cuda"))
         torch.autograd.backward(nn.functional.cross_entropy(model(x), y))
         optimizer.step()
         diagonal_fisher(model, [(x, y)], categorical)

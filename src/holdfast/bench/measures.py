@@ -113,8 +113,13 @@ def best(scores: Mapping[float, float]) -> float:
 
 
 def at_an_end(scores: Mapping[float, float]) -> str:
-    """Whether the best strength is the "largest" or the "smallest" of those tried, beyond which none was; else ""."""
+    """Whether the best strength is the "largest" or the "smallest" of those tried, beyond which none was; else "".
+
+    Nothing is beyond 0, and where several are the best, there is no telling.
+    """
     taken = best(scores)
+    if not taken or list(scores.values()).count(scores[taken]) > 1:
+        return ""
     return "largest" if taken == max(scores) else "smallest" if taken == min(scores) else ""
 
 

@@ -41,11 +41,13 @@ class Protocol:
     network: Literal["perceptron", "convolutional", "resnet", "gpt"] = "perceptron"
     hidden: tuple[int, ...] = (100, 100)
     margin: int = 0
-    turn: float = 0.0  # degrees from one rotated task to the next
+    turn: float | None = None  # degrees from one rotated task to the next; else half a turn in all
     training: Training = field(default_factory=lambda: Training(epochs=10))
 
     def sequence(self, seed: int, *, validating: bool = False, device: str = "cpu") -> list[Task]:
         """The tasks in their order. With `validating`, judged on held-out training data instead of the test data."""
+        if validating and self.stream == "text":
+            raise ArgumentError(f"{self.name} has no validation data to choose a strength on.")
         if self.stream == "text":
             found = texts(data.text_domains(), self.hidden[0])[: self.tasks]
             return [task.to(device) for task in found]
@@ -56,8 +58,13 @@ class Protocol:
         if self.stream == "permuted":
             return permuted(images, self.tasks, seed, self.margin)
         if self.stream == "rotated":
-            return rotated(images, [index * self.turn for index in range(self.tasks)])
+            return rotated(images, [index * self.angle for index in range(self.tasks)])
         return split(images, self.stream, flat=self.network == "perceptron")[: self.tasks]
+
+    @property
+    def angle(self) -> float:
+        """Degrees from one rotated task to the next."""
+        return 180 / self.tasks if self.turn is None else self.turn
 
     def outputs(self, tasks: list[Task]) -> int:
         """How many outputs a network for these tasks has."""
@@ -92,8 +99,6 @@ class Protocol:
             theirs.setdefault("label_smoothing", 0.0)
         said = ", ".join(f"{key} {value}" for key, value in sorted(given.items()))
         own = {key: value for key, value in given.items() if key in mine}
-        if self.stream == "rotated" and "tasks" in own:  # half a turn in all, however many they are
-            own.setdefault("turn", 180 / own["tasks"])
         self._require_applicable(numbers)
         about = f"{self.about}; changed: {said}"
         return replace(
@@ -106,6 +111,8 @@ class Protocol:
     def _require_applicable(self, given: dict[str, Any]) -> None:
         """Whether changes make sense here, where that is not for each number alone to say."""
         tasks, loss = given.get("tasks"), given.get("loss")
+        if given.get("turn") is not None and self.stream != "rotated":
+            raise ArgumentError(f"{self.name} turns no images.")
         if tasks is not None and tasks < 2:
             raise ArgumentError(f"{self.name} with {tasks} tasks has nothing to forget: it takes 2 or more.")
         if tasks is not None and tasks > self.tasks and self.stream not in ("permuted", "rotated"):
@@ -204,7 +211,7 @@ def _all() -> list[Protocol]:
     for dataset, name in (("mnist", "mnist-rotated"), ("fashion-mnist", "fashion-rotated")):
         protocols.append(replace(
             protocols[1], name=name, about=f"{name.split('-')[0]} images turned by 0°, 36° … 144°, 2×100, as vcl",
-            dataset=dataset, stream="rotated", tasks=5, turn=36.0,
+            dataset=dataset, stream="rotated", tasks=5,
         ))  # fmt: skip
     return protocols
 

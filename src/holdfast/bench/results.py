@@ -9,6 +9,7 @@ import json
 import math
 import os
 import secrets
+import stat
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -88,8 +89,8 @@ def bundle(results: Iterable[Result], target: Path) -> None:
 
 def write_whole(target: Path, text: str) -> None:
     """Write a text so that no reader ever sees half of it, and nothing is left of it if it fails."""
-    if target.exists() and not target.is_file():  # a pipe, or /dev/stdout
-        target.write_text(text, encoding="utf-8", newline="")
+    if target.parts[:2] in (("/", "dev"), ("/", "proc")) or (target.exists() and not target.is_file()):
+        target.write_text(text, encoding="utf-8", newline="")  # /dev/stdout, a pipe
         return
     target = target.resolve()  # what a link stands for is written, and the link stays
     temporary = target.with_name(f".{secrets.token_hex(8)}.tmp")
@@ -98,6 +99,8 @@ def write_whole(target: Path, text: str) -> None:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
+        if target.exists():
+            os.chmod(temporary, stat.S_IMODE(target.stat().st_mode))
         os.replace(temporary, target)
     finally:
         with contextlib.suppress(OSError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -43,7 +44,7 @@ def run(
         raise ArgumentError("run takes a method, at least one task, and a function that makes a model: lambda: net().")
     if method.kept:
         raise ArgumentError("this method has learned already, and would be held to that: make a new one for each run.")
-    device = present(device)
+    device = device if _other(device) else present(device)
     warm(device)
     accuracy, nll, lowest, settled, kept = [], [], [], [], []
     learning: list[tuple[float, int]] = []
@@ -53,7 +54,7 @@ def run(
         start = in_use(device)
         model = make_model().to(device)
         model.eval()
-        _require_answers(model, tasks)
+        _require_answers(model, tasks, training)
         untrained = [_judged(model, task.judged_after(task), training)[0] for task in tasks]
         trainer = Trainer(training, seed)
         for stage, task in enumerate(stages):
@@ -82,16 +83,26 @@ def run(
 @contextmanager
 def _drawn_from(seed: int, device: str) -> Iterator[None]:
     """All random numbers of torch's from a seed, and its own as they were afterwards."""
-    with torch.random.fork_rng([device] if device.startswith("cuda") else []):
+    seeded = device.startswith("cuda") or torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    with torch.random.fork_rng(range(torch.cuda.device_count()) if seeded else []):  # all are seeded by one call
         torch.manual_seed(seed)
         yield
 
 
-def _require_answers(model: nn.Module, tasks: Sequence[Task]) -> None:
+def _other(device: str) -> bool:
+    """Whether a device is of a kind that torch knows, and that needs nothing of its own here."""
+    try:
+        return torch.device(device).type not in ("cpu", "cuda")
+    except RuntimeError:
+        return False
+
+
+def _require_answers(model: nn.Module, tasks: Sequence[Task], training: Training) -> None:
     """Raise where a task's labels have no output that could answer."""
     for task in tasks:
         labels = [split.y for split in (task.train, task.test)]
-        if any(y.is_floating_point() or int(y.min()) < 0 for y in labels):
+        least = -math.inf if training.loss == "tokens" else 0  # where some do not count
+        if any(y.is_floating_point() or int(y.min()) < least for y in labels):
             raise ArgumentError(f"`{task.name}` has labels that are no whole numbers from 0.")
         with torch.no_grad():
             width = task.logits(model, task.test.first(1).x).shape[-1]

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.backends import cudnn
 from torch.optim import SGD, Adam, Optimizer
 
+from ..devices import sent
 from ..errors import ArgumentError, require_number
 from ..hold import Handle
 from ..likelihood import Likelihood, categorical, gaussian, tokens
@@ -275,7 +276,7 @@ def _orders(count: int, numbers: Training, generator: torch.Generator, device: t
     size = min(numbers.batch_size, count)
     made = 0
     for _ in range(numbers.epochs or numbers.steps or 0):
-        for rows in torch.split(torch.randperm(count, generator=generator).to(device), size):
+        for rows in torch.split(sent(torch.randperm(count, generator=generator), device), size):
             if numbers.steps is not None and (made == numbers.steps or len(rows) < size):
                 break
             made += 1

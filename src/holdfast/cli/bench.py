@@ -15,7 +15,7 @@ import typer
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from ..errors import ArgumentError
+from ..errors import ArgumentError, DataError
 from .console import app, console, escape, interruptible, need, or_exit, plain_warnings
 from .progress import Shown
 
@@ -159,11 +159,17 @@ def _run(
 
 
 def _prepare(jobs: Sequence[Job]) -> None:
-    """Have the data here, or say that it cannot be had, before many processes ask for it."""
+    """Have the data here before many processes ask for it. That none can be had is said at once."""
     from ..bench.data import prepare
 
-    for dataset in dict.fromkeys(job.protocol.dataset for job in jobs):
-        prepare(dataset)
+    datasets, errors = dict.fromkeys(job.protocol.dataset for job in jobs), []
+    for dataset in datasets:
+        try:
+            prepare(dataset)
+        except DataError as error:
+            errors.append(error)
+    if errors and len(errors) == len(datasets):
+        raise errors[0]
 
 
 @app.command()
@@ -241,8 +247,9 @@ def _ends(outcome: Outcome) -> list[str]:
     from ..bench.measures import at_an_end, best
 
     tried: dict[tuple[str, str], dict[float, float]] = {}
+    failed = {(job.protocol.name, job.method) for job in outcome.failed if job.validating}
     for job, result in outcome.found.items():
-        if job.validating:
+        if job.validating and (job.protocol.name, job.method) not in failed:
             tried.setdefault((job.protocol.name, job.method), {})[job.strength] = result.run.average
     return [
         f"{protocol}: {method} did best at {best(scores):g}, the {end} strength that was tried. Beyond it may be "

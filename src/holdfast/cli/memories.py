@@ -104,10 +104,9 @@ def _weights(file: Path) -> dict[str, torch.Tensor]:
     """The tensors of a checkpoint, by name; nothing in it is executed."""
     found: Any
     try:
-        if file.suffix == ".safetensors":
-            found = _mean(file) or load_file(file)
-        else:
-            found = torch.load(file, "cpu", weights_only=True)
+        found = _mean(file)
+        if not found:
+            found = load_file(file) if file.suffix == ".safetensors" else torch.load(file, "cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise ArgumentError(
             f"{file} holds more than named tensors, a whole model perhaps, and such files can run code: it is not "

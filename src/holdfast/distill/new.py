@@ -63,7 +63,8 @@ class _Look:
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         source = None if self._source is None else self._source()
-        mine = self._model is not None and self._model() is module
+        replica = getattr(module, "_is_replica", False)  # DataParallel's, of the model on another GPU
+        mine = self._model is not None and (self._model() is module or replica)
         if source is not None and mine and module.training and torch.is_grad_enabled():
             source.see(args, kwargs)
 

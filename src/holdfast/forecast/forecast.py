@@ -24,8 +24,6 @@ from ..rise import ByProbes, asked, missing
 _DRAWS = 2000
 # Where the outputs to probes moved by more than this much of their own spread, a forecast was not checked.
 FAR = 6.0
-# What weights alone call the statistics of a BatchNorm.
-_STATISTICS = ("running_mean", "running_var")
 # Fewer answers are no sample.
 _FEW = 100
 
@@ -112,9 +110,7 @@ def forecast(
     if not isinstance(model, nn.Module):
         parts = _parts(known, known.delta(model))
         lacks = "weights alone answer nothing: give the model"
-        kept = posterior.buffers if isinstance(posterior, Memory) else {}
-        unknown = [name for name in model if name.endswith(_STATISTICS) and name not in kept]
-        doubts = (*_doubts(known, [], None), *_of_statistics(posterior, model, unknown, seen=False))
+        doubts = (*_doubts(known, [], None), *_of_statistics(posterior, model, seen=False))
         return Forecast(sum(parts.values()), parts, None, doubts, known.unit, lacks)
     inner = unwrapped(model)
     resharded(inner)
@@ -139,7 +135,7 @@ def forecast(
         raise MismatchError("the model's answers to probes are not finite: there is nothing to forecast.")
     inside = {id(parameter) for parameter in params.values()}
     new = [name for name, p in all_parameters(inner).items() if id(p) not in inside and p.requires_grad]
-    moved = _of_statistics(posterior, buffers(inner), unkept(posterior, inner), seen=found is not None)
+    moved = _of_statistics(posterior, buffers(inner), seen=found is not None)
     doubts = (*_doubts(known, new, found), *against, *moved)
     return Forecast(sum(parts.values()), parts, found, doubts, known.unit, lacks)
 
@@ -170,16 +166,15 @@ def _of_sample(answers: Answers, known: Posterior) -> list[str]:
     return said
 
 
-def _of_statistics(
-    memory: Posterior | Memory, now: Mapping[str, Tensor], unknown: list[str], *, seen: bool
-) -> list[str]:
+def _of_statistics(memory: Posterior | Memory, now: Mapping[str, Tensor], *, seen: bool) -> list[str]:
     """What speaks against a forecast where a model's statistics, such as BatchNorm's, are not what they were.
 
     Answers to probes have `seen` what became of those that were kept.
     """
     kept = memory.buffers if isinstance(memory, Memory) else {}
-    moved = [name for name, value in kept.items() if name in now and not _equal(value, now[name])]
-    said = []
+    floating = {name: value for name, value in kept.items() if name in now and value.is_floating_point()}
+    moved = [name for name, value in floating.items() if not _equal(value, now[name])]
+    unknown, said = unkept(memory, now), []
     if moved and not seen:
         said.append(f"{some(moved)} changed since, which the quadratic does not see.")
     if unknown:

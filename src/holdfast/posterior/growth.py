@@ -19,8 +19,8 @@ def require_plain_growth(model: nn.Module, params: Mapping[str, Tensor], mean: M
         if parameter.shape != mean[name].shape and id(parameter) in owned:
             raise MismatchError(
                 f"`{name}` of {type(owned[id(parameter)]).__name__} grew from {tuple(mean[name].shape)} to "
-                f"{tuple(parameter.shape)}, but stacks several matrices, so its old entries are no longer in front. "
-                "Make a new memory of the grown model."
+                f"{tuple(parameter.shape)}, but stacks several matrices: from its shape it cannot be told where the "
+                "old entries are now. Make a new memory of the grown model."
             )
 
 

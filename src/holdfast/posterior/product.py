@@ -17,6 +17,7 @@ from ..ranks import require_one
 from .gaussian import Posterior
 from .memory import Memory, as_posterior
 from .placed import placed_as, whole
+from .recalled import STATISTICS
 
 
 def merge(*posteriors: Posterior | Memory, base: Posterior | Memory | None = None) -> Posterior:
@@ -33,8 +34,7 @@ def merge(*posteriors: Posterior | Memory, base: Posterior | Memory | None = Non
             "probes and answers are not in what merging gives: join them with `+`, and keep them beside it with "
             "Memory.of(merged, model, probes, answers).", HoldfastWarning, stacklevel=2,
         )  # fmt: skip
-    counted = [buffer for each in posteriors if isinstance(each, Memory) for buffer in each.buffers.values()]
-    if any(map(Tensor.is_floating_point, counted)):
+    if any(name.endswith(STATISTICS) for each in posteriors if isinstance(each, Memory) for name in each.buffers):
         warnings.warn(
             "statistics, such as BatchNorm's, have no product, and are not in what merging gives: count them anew "
             "with data, and keep them with Memory.of(merged, model).", HoldfastWarning, stacklevel=2,

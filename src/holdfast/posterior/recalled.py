@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -20,6 +20,9 @@ from .gaussian import Posterior
 from .memory import Memory, as_posterior
 
 Forward = Callable[[nn.Module, Any], Any]
+
+# What torch's layers call the statistics that they count as they train.
+STATISTICS = ("running_mean", "running_var")
 
 
 class Recalled:
@@ -66,14 +69,13 @@ class Recalled:
             self._mean = {name: value.clone() for name, value in self._mean.items()}
         kept, found = memory.buffers if isinstance(memory, Memory) else {}, buffers(model)
         require_shapes(shapes(kept), shapes(found), what="the memory's buffers", than="the model")
-        # Statistics that were not kept: taken to be what they are now, while the weights are what they were.
-        self.assumed = unkept(memory, model)
-        moved = (not torch.equal(full(p.detach()), full(self._mean[name])) for name, p in params.items())
-        if self.assumed and any(moved):
+        lost = [name for name, buffer in found.items() if name not in kept and buffer.is_floating_point()]
+        if lost and any(not torch.equal(full(p.detach()), full(self._mean[name])) for name, p in params.items()):
             raise MismatchError(
-                f"no {some(self.assumed)} was kept, and the model has moved since: how it ran then is not known. Keep "
-                "buffers with the posterior: Memory.of(posterior, model), while the model is as it was."
+                f"no {some(lost)} was kept, and the model has moved since: how it ran then is not known. Keep buffers "
+                "with the posterior: Memory.of(posterior, model), while the model is as it was."
             )
+        self.assumed = unkept(memory, found)  # to be what they are now, while the weights are what they were
         then = {id(buffer): kept[name] for name, buffer in found.items() if name in kept}
         self._buffers = {
             name: then.get(id(buffer), buffer).detach().to(buffer, copy=True) for name, buffer in model.named_buffers()
@@ -154,10 +156,13 @@ def asking(teacher: Recalled, model: nn.Module, forward: Forward | None = None) 
     return lambda inputs: teacher(model, plain, inputs)
 
 
-def unkept(memory: Posterior | Memory, model: nn.Module) -> list[str]:
-    """The statistics of a model, such as BatchNorm's, of which a memory does not know what they were."""
+def unkept(memory: Posterior | Memory, now: Iterable[str]) -> list[str]:
+    """The statistics among the names of a model's buffers, or weights, of which a memory does not know what they were.
+
+    Buffers that a model computes with and does not count are what they were.
+    """
     kept = memory.buffers if isinstance(memory, Memory) else {}
-    return [name for name, buffer in buffers(model).items() if name not in kept and buffer.is_floating_point()]
+    return [name for name in now if name.endswith(STATISTICS) and name not in kept]
 
 
 def _rounds(mean: Tensor, parameter: Tensor) -> bool:

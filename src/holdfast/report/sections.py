@@ -115,7 +115,7 @@ def sections(results: Sequence[Result]) -> list[Section]:
 def _section(protocol: str, title: str, tasks: int, results: list[Result], tried: list[Result]) -> Section:
     # One run for a seed: the newest. Counting a seed twice would make the spread look smaller than it is.
     latest: dict[tuple[str, float | None, str, str], dict[int, Result]] = {}
-    differing = [name for name in _APART if len(distinct(one.made.get(name) for one in results)) > 1]
+    differing = [name for name in _APART if len({str(one.made.get(name)) for one in results}) > 1]
     for one in sorted(results, key=lambda one: str(one.made.get("date", ""))):
         made = ", ".join(str(one.made.get(name, "unknown")) for name in differing)
         latest.setdefault((one.run.method, one.strength, _chosen_on(one), made), {})[one.run.seed] = one
@@ -140,7 +140,7 @@ def _how(one: Result) -> tuple[object, ...]:
 def _notes(entries: Sequence[Entry], kept: Sequence[Result], older: int) -> list[str]:
     notes = []
     for what, name in _MADE.items():
-        values = distinct(one.made.get(name) for one in kept)
+        values = sorted({str(one.made.get(name) or "unknown") for one in kept})
         if len(values) > 1:
             notes.append(f"These runs were made with different {what}: {', '.join(values)}.")
     if len({tuple(entry.seeds) for entry in entries}) > 1:

@@ -79,10 +79,10 @@ def fingerprint(found: Mapping[str, File]) -> str:
     return hashlib.sha256(b"".join(parts)).hexdigest()
 
 
-def unverified(dataset: Dataset) -> str:
-    """A digest of the files that would be read, where they are of nobody's known making; else nothing.
+def unverified(dataset: Dataset) -> str | None:
+    """A digest of the files that would be read, or "" where they are verified to be what is known under their name.
 
-    Nothing too where they are not here: nothing is fetched.
+    None where they are not here: nothing is fetched.
     """
     for place, _ in _places(dataset):
         if paths := _complete(dataset, place):
@@ -92,7 +92,7 @@ def unverified(dataset: Dataset) -> str:
                 states = [(name, path, path.stat()) for name, path in paths.items()]
                 known = [(name, path, state.st_size, state.st_mtime_ns) for name, path, state in states]
                 return _fingerprint(tuple(known))
-    return ""
+    return None
 
 
 @functools.lru_cache(maxsize=8)

@@ -96,8 +96,8 @@ def prepare(name: str) -> None:
         files(dataset)
 
 
-def origin(name: str) -> str:
-    """What a dataset would be read from, where that is not known by its name: a digest of packed pictures, else ""."""
+def origin(name: str) -> str | None:
+    """What it would be read from: a digest of packed pictures, "" where its name says it all; None if not here."""
     dataset = _dataset(name)
     return "" if dataset is None else unverified(dataset)
 
