@@ -625,6 +625,26 @@ class TestStatisticsThatWereNotKept:
         assert handle.spent.rise <= 0.05
         assert not torch.equal(model[1].running_mean, means)
 
+    @GOES_BACK
+    def test_so_it_is_with_a_buffer_that_no_layer_counts(self):
+        torch.manual_seed(0)
+        x = torch.randn(200, 5)
+        y = (x @ torch.randn(5, 3)).argmax(1)
+        model = nn.Linear(5, 3)
+        model.register_buffer("scale", torch.ones(()))
+        self.train(model, torch.optim.Adam(model.parameters(), 0.05), x, y, 60)
+        fisher = holdfast.diagonal_fisher(model, [(x, y)], holdfast.categorical)
+        memory = holdfast.Memory.of(
+            holdfast.consolidate(holdfast.prior(model), model, fisher), model, holdfast.gaussian_probes([x]),
+            holdfast.kept_answers(model, [(x, y)], holdfast.categorical),
+        )  # fmt: skip
+        optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+        with holdfast.hold(
+            optimizer, model, dataclasses.replace(memory, buffers={}), num_data=200, budget=0.05
+        ) as handle:
+            self.train(model, optimizer, x, y.roll(1), 30)
+        assert handle.spent.rise <= 0.05
+
     def test_a_forecast_says_what_it_does_not_see(self):
         model, x, _, whole, memory = self.made()
         model.train()

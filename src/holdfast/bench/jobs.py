@@ -57,11 +57,11 @@ class Job:
         require_number(self.strength, "a strength")
         if not isinstance(self.seed, int) or not 0 <= self.seed < 2**31:
             raise ArgumentError(f"a seed is a whole number from 0 to {2**31 - 1}, got {self.seed!r}.")
-        if not METHODS[self.method].fits(self.protocol):
-            need = METHODS[self.method].need
-            raise ArgumentError(f"{self.method} does not apply to {self.protocol.name}: {need.words if need else ''}.")
-        if self.validating and self.protocol.stream == "text":
-            raise ArgumentError(f"{self.protocol.name} has no validation data to choose a strength on.")
+        need = METHODS[self.method].need
+        if need is not None and not need.met(self.protocol):
+            raise ArgumentError(f"{self.method} does not apply to {self.protocol.name}: {need.words}.")
+        if self.validating:
+            self.protocol.require_validation()
 
     @property
     def config(self) -> dict[str, Any]:

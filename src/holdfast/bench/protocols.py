@@ -46,8 +46,8 @@ class Protocol:
 
     def sequence(self, seed: int, *, validating: bool = False, device: str = "cpu") -> list[Task]:
         """The tasks in their order. With `validating`, judged on held-out training data instead of the test data."""
-        if validating and self.stream == "text":
-            raise ArgumentError(f"{self.name} has no validation data to choose a strength on.")
+        if validating:
+            self.require_validation()
         if self.stream == "text":
             found = texts(data.text_domains(), self.hidden[0])[: self.tasks]
             return [task.to(device) for task in found]
@@ -60,6 +60,11 @@ class Protocol:
         if self.stream == "rotated":
             return rotated(images, [index * self.angle for index in range(self.tasks)])
         return split(images, self.stream, flat=self.network == "perceptron")[: self.tasks]
+
+    def require_validation(self) -> None:
+        """Raise where there is no held-out training data to be judged on."""
+        if self.stream == "text":
+            raise ArgumentError(f"{self.name} has no validation data to choose a strength on.")
 
     @property
     def angle(self) -> float:

@@ -75,7 +75,7 @@ class Budget:
     _hopeless: int = field(default=0, repr=False)
     _gauge: Callable[[], float] | None = field(default=None, repr=False)
     _then: Callable[[Any], Any] | None = field(default=None, repr=False)
-    _statistics: dict[str, Tensor] = field(default_factory=dict, repr=False)  # those that the memory lacks
+    _buffers: dict[str, Tensor] = field(default_factory=dict, repr=False)  # those that the memory lacks
 
     def __post_init__(self) -> None:
         self.limit = require_number(self.limit, "a budget, in nats per old example,", positive=True)
@@ -203,7 +203,7 @@ class Budget:
         gauge = self._made(model, _LAST_DRAWS, 1)  # other probes than those the strength was steered by
         before = 1.0 if self.finished is None else self.finished.kept
         params, start = self._way_back(model)
-        known = {**self._statistics, **(self.memory.buffers if isinstance(self.memory, Memory) else {})}
+        known = {**self._buffers, **(self.memory.buffers if isinstance(self.memory, Memory) else {})}
         for name, buffer in buffers(unwrapped(model)).items():  # statistics go back with the weights
             if name in known and buffer.is_floating_point():
                 params[f"buffer {name}"], start[f"buffer {name}"] = buffer, known[name]
@@ -244,14 +244,14 @@ class Budget:
         return params, {name: posterior.mean[name] for name in params}
 
     def _old(self, model: nn.Module, forward: Callable[[nn.Module, Any], Any]) -> Callable[[Any], Any]:
-        """The old function: kept from the start where the memory lacks statistics, which nothing tells later."""
+        """The old function: kept from the start where the memory lacks buffers, which nothing tells later."""
         if self._then is not None:
             return self._then
         teacher = Recalled(self.memory, model)
         found = asking(teacher, model, forward)
-        if teacher.assumed:
+        if teacher.lost:
             there = buffers(model)
-            self._then, self._statistics = found, {name: there[name].clone() for name in teacher.assumed}
+            self._then, self._buffers = found, {name: there[name].clone() for name in teacher.lost}
         return found
 
     def _made(self, model: nn.Module, draws: int, seed: int) -> Callable[[], float]:

@@ -92,6 +92,7 @@ def unverified(dataset: Dataset) -> str | None:
                 states = [(name, path, path.stat()) for name, path in paths.items()]
                 known = [(name, path, state.st_size, state.st_mtime_ns) for name, path, state in states]
                 return _fingerprint(tuple(known))
+            return None
     return None
 
 
