@@ -133,7 +133,7 @@ def test_merge_of_what_does_not_fit_is_one_line(memories):
     for files, message in [
         ([a, a], "count twice"),
         ([a, other], "has shape"),
-        ([a], "at least two"),
+        ([a], "two memory files or more"),
         ([a, a, "--base", str(memories / "x.safetensors")], "files to read"),
     ]:
         result = runner.invoke(app, ["merge", *files, "--out", str(memories / "x.safetensors")])
@@ -167,6 +167,11 @@ def test_forecast_ranks_the_layers_of_a_checkpoint(tmp_path, suffix):
     wrapped = {"state_dict": {f"module.{name}": value for name, value in model.state_dict().items()}, "step": 3}
     torch.save(wrapped, tmp_path / "wrapped.pt")
     again = runner.invoke(app, ["forecast", str(tmp_path / "memory.safetensors"), str(tmp_path / "wrapped.pt")])
+    assert again.output == result.output
+    inside = {"state_dict": {f"net.encoder.{name}": value for name, value in model.state_dict().items()}}
+    inside["state_dict"]["net.head.0.weight"] = torch.ones(2)
+    torch.save(inside, tmp_path / "inside.ckpt")
+    again = runner.invoke(app, ["forecast", str(tmp_path / "memory.safetensors"), str(tmp_path / "inside.ckpt")])
     assert again.output == result.output
     (tmp_path / "junk.pt").write_bytes(b"junk")
     (tmp_path / "empty.pt").write_bytes(b"")

@@ -263,6 +263,29 @@ class TestAnswers:
         assert 0.05 < float(half) < 0.5  # mixed
 
     @pytest.mark.parametrize(
+        ("rows", "data"), [((50, 2000), (60000, 10000)), ((40, 700), (30, 3000)), ((1, 9), (5, 5))]
+    )
+    def test_the_one_with_few_rows_for_its_data_decides_how_many_there_are(self, rows, data):
+        """Every row counts the same later: the share of rows is the share of the data, in either order."""
+        few, many = (
+            holdfast.Answers(torch.randn(count, 3), torch.full((count,), index), "categorical", stands_for)
+            for index, (count, stands_for) in enumerate(zip(rows, data, strict=True))
+        )
+        for both, own in ((few + many, 0), (many + few, 0)):
+            share = data[0] / sum(data)
+            assert float((both.labels == own).double().mean()) == pytest.approx(share, abs=1 / len(both.labels))
+            assert len(both.labels) <= max(rows)
+            assert len(both.labels) >= min(rows[0] / share, max(rows)) - 2
+
+    def test_many_small_tasks_beside_a_large_one_with_few_rows_are_let_in(self):
+        """Each has less than half a row of its own."""
+        one = holdfast.Answers(torch.randn(20, 3), torch.zeros(20).long(), "categorical", 20000)
+        for _ in range(200):
+            one += holdfast.Answers(torch.randn(20, 3), torch.ones(20).long(), "categorical", 100)
+        assert len(one.labels) == 20
+        assert 4 <= int(one.labels.sum()) <= 16  # of half the data
+
+    @pytest.mark.parametrize(
         ("change", "match"),
         [
             ({"kind": "custom"}, "categorical, bernoulli, gaussian"),
@@ -337,6 +360,17 @@ class TestBudget:
             )
         handle.remove()
         assert handle.spent is spent  # nothing is finished twice
+
+    @GOES_BACK
+    def test_of_weights_that_were_loaded_the_way_is_their_own(self, scene):
+        """A checkpoint that a trainer loads at the end is not what the last finish left; the same weights are."""
+        other, handle = overspent(scene)
+        trained = copy.deepcopy(other.state_dict())
+        first = handle.finish()
+        assert handle.finish().kept == first.kept
+        other.load_state_dict(trained)
+        assert handle.finish().kept == pytest.approx(first.kept, rel=1e-6)
+        handle.detach()
 
     def test_a_finish_that_takes_most_of_it_back_says_so(self, scene):
         _, handle = overspent(scene, budget=0.001)
@@ -465,7 +499,15 @@ class TestBudget:
             other[0].weight[0, 0] = torch.nan
         with pytest.raises(holdfast.BudgetError, match="not a number"):
             handle.finish()
-        handle.detach()
+
+        def train():
+            with handle:
+                for _ in range(5):
+                    other(x).sum().backward()
+                    optimizer.step()
+
+        with pytest.raises(holdfast.BudgetError, match="not a number"):  # no more is said: it would not help
+            train()
 
     def test_a_quadratic_that_does_not_see_what_trains_keeps_no_budget(self, scene):
         model, _, x, y = scene

@@ -58,7 +58,7 @@ class TestPrior:
             holdfast.prior(CASE.model(), precision=precision)
 
     def test_a_mean_of_another_model_is_refused(self):
-        with pytest.raises(holdfast.MismatchError, match=r"`0.weight`.*mean given lacks"):
+        with pytest.raises(holdfast.MismatchError, match=r"`0.weight`.*mean given nothing"):
             holdfast.prior(CASE.model(), mean={"w": torch.zeros(1)})
 
     def test_half_precision_models_are_kept_in_float32(self):
@@ -495,7 +495,11 @@ class TestDensity:
 
     @pytest.mark.parametrize(
         ("mean", "message"),
-        [({}, "at least one"), ({"w": torch.tensor([torch.nan])}, "not finite"), ({"v": torch.zeros(1)}, "lacks")],
+        [
+            ({}, "at least one"),
+            ({"w": torch.tensor([torch.nan])}, "not finite"),
+            ({"v": torch.zeros(1)}, "nothing"),
+        ],
     )
     def test_values_that_are_no_posterior_are_refused(self, mean, message):
         with pytest.raises((holdfast.ArgumentError, holdfast.MismatchError), match=message):

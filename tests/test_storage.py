@@ -570,6 +570,19 @@ def test_metadata_that_is_no_description_is_refused(path, raw, text):
     assert outcome(path) is None
 
 
+def test_a_memory_loaded_in_inference_mode_can_be_held_to(tmp_path):
+    model = nn.Linear(3, 2)
+    data = [(torch.randn(8, 3), torch.arange(8) % 2)]
+    fisher = holdfast.kronecker_fisher(model, data, holdfast.categorical)
+    holdfast.save(holdfast.consolidate(holdfast.prior(model), model, fisher), tmp_path / "memory")
+    with torch.inference_mode():
+        memory = holdfast.load(tmp_path / "memory")
+    with torch.no_grad():
+        model.weight += 1
+    holdfast.penalty(model, memory).backward()
+    assert float(model.weight.grad.abs().sum()) > 0
+
+
 @pytest.mark.parametrize("kind", ["diagonal", "dense", "sum", "kronecker", "kronecker terms", "rotated"])
 def test_a_file_that_lacks_a_tensor_or_has_one_more_is_refused(path, kind):
     holdfast.save(memory(kind), path)

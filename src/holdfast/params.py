@@ -173,6 +173,16 @@ def adapted(model: nn.Module) -> list[str]:
     return found
 
 
+def require_not_adapted(model: nn.Module, names: Collection[str], cure: str) -> None:
+    """Raise where an adapter is added to one of these parameters as the model runs."""
+    beside = [name for name in adapted(model) if name in names]
+    if beside:
+        raise MismatchError(
+            f"an adapter is added to {some(beside)} as the model runs, which a memory of the weights does not see. "
+            f"{cure}"
+        )
+
+
 def unwrapped(model: nn.Module) -> nn.Module:
     """The model inside data-parallel and compilation wrappers, whose own forward does more than the model's."""
     while type(model).__name__ in ("DistributedDataParallel", "DataParallel", "OptimizedModule"):
@@ -288,7 +298,7 @@ def require_shapes(got: Mapping[str, torch.Size], want: Mapping[str, torch.Size]
     """Raise unless everything named in `got` is in `want`, with the same shape."""
     unknown = [name for name in got if name not in want]
     if unknown:
-        raise MismatchError(f"{what} has {some(unknown)}, which {than} lacks.")
+        raise MismatchError(f"{what} has {some(unknown)}, and {than} nothing of that name.")
     for name, shape in got.items():
         other = want[name]
         if shape != other:

@@ -14,7 +14,7 @@ from .devices import full, part, tensor_cores
 from .errors import InertError
 from .kernels import add_pull_, half_squares, in_one_pass, in_runs
 from .kernels.pull import Entries, Tensors
-from .params import matched, shapes
+from .params import matched, require_not_adapted, shapes
 from .pieces import in_pieces, laid_out
 from .posterior import Memory, Posterior, as_posterior
 from .posterior.gaussian import difference
@@ -24,6 +24,9 @@ from .precision.base import inner
 from .precision.logarithmic import weights
 from .precision.packed import Packed, packed
 
+# What an adapter that is not merged is held by.
+IN_WEIGHT_SPACE = "Hold it in weight space: holdfast.integrations.peft.weight_space(model, memory)."
+
 
 def penalty(model: nn.Module, posterior: Posterior | Memory) -> Tensor:
     """½ (θ−μ)ᵀΛ(θ−μ) in nats, differentiable in the model's parameters.
@@ -31,7 +34,7 @@ def penalty(model: nn.Module, posterior: Posterior | Memory) -> Tensor:
     The Bayes objective for a mean loss over N new examples (or tokens) is `loss + penalty / N`. Inside a trainer prefer
     `hold`, which is right under gradient accumulation, clipping and mixed precision too.
     """
-    posterior = placed(as_posterior(posterior), model)
+    posterior = _of_weights_in_use(posterior, model)
     require_something_held(posterior)
     params = matched(model, shapes(posterior.mean), ties=posterior.ties)
     if not posterior.precision.shapes:  # a flat prior: zero, with a graph, so that a loop need not ask
@@ -42,9 +45,16 @@ def penalty(model: nn.Module, posterior: Posterior | Memory) -> Tensor:
 
 def penalty_gradient(model: nn.Module, posterior: Posterior | Memory) -> dict[str, Tensor]:
     """Λ(θ−μ), the gradient of `penalty` without a graph, for the parameters that Λ covers."""
-    posterior = placed(as_posterior(posterior), model)
+    posterior = _of_weights_in_use(posterior, model)
     with torch.no_grad():
         return applied(posterior.precision, posterior.delta(model))
+
+
+def _of_weights_in_use(posterior: Posterior | Memory, model: nn.Module) -> Posterior:
+    """The posterior laid out as the model is, whose weights must be what the model computes with."""
+    posterior = as_posterior(posterior)
+    require_not_adapted(model, posterior.precision.shapes, IN_WEIGHT_SPACE)
+    return placed(posterior, model)
 
 
 class Term(Protocol):

@@ -46,6 +46,7 @@ def save(memory: Posterior | Memory, path: str | os.PathLike[str]) -> None:
         file.write(path, _facts(memory), tensors, _rebuilt_but_for_id)
 
 
+@torch.inference_mode(False)  # what is loaded within it must still go into a graph
 def load(
     path: str | os.PathLike[str], model: nn.Module | None = None, *, device: str | torch.device | None = None
 ) -> Memory:

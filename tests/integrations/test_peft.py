@@ -491,6 +491,14 @@ def test_a_memory_of_the_weights_does_not_see_an_adapter_and_says_so():
         holdfast.hold(optimizer, model, memory, num_data=20)
     with pytest.raises(holdfast.MismatchError, match=r"added to `0.weight`.*merge_adapter"):
         holdfast.forecast(model, memory)
+    for penalty in (holdfast.penalty, holdfast.penalty_gradient):
+        with pytest.raises(holdfast.MismatchError, match=r"added to `0.weight`.*weight_space"):
+            penalty(model, memory)
+    fisher = holdfast.diagonal_fisher(model, data, holdfast.categorical)
+    with pytest.raises(holdfast.MismatchError, match=r"added to `0.weight`.*merge_and_unload"):
+        holdfast.consolidate(memory, model, fisher)
+    with pytest.raises(holdfast.MismatchError, match=r"added to `0.weight`.*model.unload\(\)"):
+        holdfast.restore_(model, memory)
     model.merge_adapter()
     assert holdfast.forecast(model, memory).rise > 0
     model.unmerge_adapter()
@@ -592,6 +600,39 @@ def test_a_budget_of_the_merged_weights_by_probes(again):
     assert handle.spent.kept < 1
     told = holdfast.forecast(merged(model), memory).by_probes
     assert max(told.by_outputs, told.by_probabilities) < 0.22
+
+
+@far
+@pytest.mark.parametrize("kept_with", [True, False])
+def test_a_budget_of_the_merged_weights_sees_statistics_that_the_memory_lacks(kept_with):
+    """They are what they were at the start, and go back with the adapters at the end."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3)).double()
+    old, labels = points(1, 200)
+    plain(old)
+    plain.eval()
+    data = [(old, labels)]
+    fisher = holdfast.diagonal_fisher(plain, data, holdfast.categorical)
+    memory = holdfast.Memory.of(
+        holdfast.consolidate(holdfast.prior(plain), plain, fisher), plain, holdfast.kept_inputs(old),
+        holdfast.kept_answers(plain, data, holdfast.categorical),
+    )  # fmt: skip
+    if not kept_with:
+        memory = holdfast.Memory(memory.posterior, {}, memory.probes, memory.answers)
+    before = nn.functional.cross_entropy(plain(old), labels)
+    model = adapted(plain, target_modules=["0", "3"], filled=False)
+    optimizer = torch.optim.Adam(list(moving(model).values()), lr=1e-3)
+    term = weight_space(model, memory)
+    with holdfast.hold(optimizer, model, term, num_data=N, budget=0.02, freeze_statistics=False) as handle:
+        model.train()
+        new, others = points(4, N)
+        for _ in range(60):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(9 * new), others).backward()
+            optimizer.step()
+    model.eval()
+    assert handle.spent.kept < 1
+    assert float((nn.functional.cross_entropy(model(old), labels) - before).detach()) < 0.04
 
 
 @local

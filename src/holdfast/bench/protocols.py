@@ -23,7 +23,8 @@ _IMAGES: dict[str, Callable[[], Images]] = {
 # Where that is not what the papers did.
 SHARED = (
     "In all of them every task has a fresh optimizer, where van de Ven's experiments go on with the last one. "
-    "Pixels are from 0 to 1, those of convolutional networks shifted and scaled to mean 0 and deviation 1."
+    "Pixels are from 0 to 1 where nothing else is said; those of convolutional networks are shifted and scaled to "
+    "mean 0 and deviation 1."
 )
 
 Stream = Literal["permuted", "rotated", "task", "domain", "class", "text"]
@@ -41,6 +42,7 @@ class Protocol:
     network: Literal["perceptron", "convolutional", "resnet", "gpt"] = "perceptron"
     hidden: tuple[int, ...] = (100, 100)
     margin: int = 0
+    scaled: bool = False  # permuted pixels to mean 0 and deviation 1
     turn: float | None = None  # degrees from one rotated task to the next; else half a turn in all
     training: Training = field(default_factory=lambda: Training(epochs=10))
 
@@ -56,7 +58,7 @@ class Protocol:
             images = held_out(images, len(images.train_y) // 6)
         images = _on(images, device)  # before the tasks are made, so that they share one copy
         if self.stream == "permuted":
-            return permuted(images, self.tasks, seed, self.margin)
+            return permuted(images, self.tasks, seed, self.margin, self.scaled)
         if self.stream == "rotated":
             return rotated(images, [index * self.angle for index in range(self.tasks)])
         return split(images, self.stream, flat=self.network == "perceptron")[: self.tasks]
@@ -178,17 +180,18 @@ def _all() -> list[Protocol]:
         ),
         Protocol(
             "avalanche-ewc", "Avalanche's check of EWC: permuted MNIST, 10 tasks, 1×512, 10 epochs of batch 256; Adam "
-            "1e-3 in place of its SGD 1e-3", "mnist", "permuted", 10, hidden=(512,),
-            training=Training(epochs=10, batch_size=256),
+            "1e-3 in place of its SGD 1e-3, pixels from 0 to 1 in place of scaled ones", "mnist", "permuted", 10,
+            hidden=(512,), training=Training(epochs=10, batch_size=256),
         ),
         Protocol(
-            "avalanche-ewc-sgd", "Avalanche's check of EWC to the letter: permuted MNIST, 10 tasks, 1×512, SGD 1e-3, "
-            "10 epochs of batch 256", "mnist", "permuted", 10, hidden=(512,),
-            training=Training(epochs=10, batch_size=256, optimizer="sgd"),
+            "avalanche-ewc-sgd", "Avalanche's check of EWC to the letter: permuted MNIST, pixels scaled to mean 0 and "
+            "deviation 1, 10 tasks, 1×512, SGD 1e-3, 10 epochs of batch 256", "mnist", "permuted", 10, hidden=(512,),
+            scaled=True, training=Training(epochs=10, batch_size=256, optimizer="sgd"),
         ),
         Protocol(
             "avalanche-si", "Avalanche's check of SI: permuted MNIST, 10 tasks, 1×1000, Adam 1e-3, 10 epochs of batch "
-            "256", "mnist", "permuted", 10, hidden=(1000,), training=Training(epochs=10, batch_size=256),
+            "256; pixels from 0 to 1 in place of scaled ones", "mnist", "permuted", 10, hidden=(1000,),
+            training=Training(epochs=10, batch_size=256),
         ),
         Protocol(
             "text", "bytes of Python's own source code, then of its documentation: a GPT of 2 layers, 128 wide",
@@ -198,7 +201,8 @@ def _all() -> list[Protocol]:
     ]  # fmt: skip
     for form, said in _FORMS:
         protocols += [
-            Protocol(f"hsu-{form}", f"Hsu et al. 2018: split MNIST, 2×400, Adam 1e-3, 4 epochs of batch 128; {said}",
+            Protocol(f"hsu-{form}", "Hsu et al. 2018: split MNIST, 2×400, Adam 1e-3, 4 epochs of batch 128, pixels as "
+                     f"they are in place of padded and scaled ones; {said}",
                      "mnist", form, 5, hidden=(400, 400), training=_HSU),
             Protocol(f"digits-{form}", f"scikit-learn's digits, two classes at a time; {said}", "digits", form, 5,
                      hidden=(128, 128), training=_DIGITS),

@@ -17,10 +17,12 @@ from .tasks import Split, Task
 
 @dataclass(frozen=True)
 class Pixels:
-    """Images in [0, 1], flat, with a margin of black pixels, in an order of one's own."""
+    """Images in [0, 1], flat, with a margin of black pixels, in an order of one's own; or shifted and scaled."""
 
     order: Tensor | None = None
     margin: int = 0
+    mean: float = 0.0
+    deviation: float = 1.0
 
     def __call__(self, images: Tensor) -> Tensor:
         if self.margin:
@@ -28,7 +30,8 @@ class Pixels:
         flat = images.flatten(1)
         if self.order is not None:
             flat = flat[:, self.order.to(flat.device)]
-        return flat.float() / 255
+        flat = flat.float() / 255
+        return flat if (self.mean, self.deviation) == (0.0, 1.0) else (flat - self.mean) / self.deviation
 
 
 @dataclass(frozen=True)
@@ -71,12 +74,17 @@ def held_out(images: Images, count: int) -> Images:
     )  # fmt: skip
 
 
-def permuted(images: Images, count: int, seed: int, margin: int = 0) -> list[Task]:
-    """The pixels in a new order for every task, the first included: the same labels, from inputs that conflict."""
+def permuted(images: Images, count: int, seed: int, margin: int = 0, scaled: bool = False) -> list[Task]:
+    """The pixels in a new order for every task, the first included: the same labels, from inputs that conflict.
+
+    With `scaled` they are shifted and scaled to mean 0 and deviation 1 over the training data, the margin left out.
+    """
     channels, height, width = images.train_x.shape[1:]
     size = channels * (height + 2 * margin) * (width + 2 * margin)
     generator = torch.Generator().manual_seed(seed)
-    views = [Pixels(torch.randperm(size, generator=generator), margin) for _ in range(count)]
+    part = images.train_x[:10000].float() / 255
+    mean, deviation = (float(part.mean()), float(part.std())) if scaled else (0.0, 1.0)
+    views = [Pixels(torch.randperm(size, generator=generator), margin, mean, deviation) for _ in range(count)]
     return [
         Task(f"order {index}", Split(images.train_x, images.train_y, view), Split(images.test_x, images.test_y, view))
         for index, view in enumerate(views, 1)

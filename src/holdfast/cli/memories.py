@@ -18,7 +18,7 @@ from ..file import HEAD
 from ..forecast import Forecast
 from ..forecast import forecast as foretold
 from ..head import LinearHead
-from ..posterior import Memory
+from ..posterior import Memory, Posterior
 from ..posterior import merge as merged
 from ..storage import inspect as inspected
 from ..storage import load, save
@@ -52,6 +52,8 @@ def merge(
 ) -> None:
     """Multiply memories of one model, made apart, into one."""
 
+    if len(files) < 2:
+        sys.exit("merging takes two memory files or more, got one.")
     if out.resolve() in {file.resolve() for file in (*files, *([base] if base else []))}:
         sys.exit(f"{out} is one of the files to read. Write to another.")
 
@@ -140,7 +142,7 @@ def _is_weight(value: object) -> bool:
 def _of_model(weights: dict[str, torch.Tensor], memory: Memory) -> dict[str, torch.Tensor]:
     """The weights under the names that the memory has for them: without a wrapper's prefix, or a tied one's other."""
     known = memory.posterior
-    for prefix in ("", "module.", "_orig_mod.", "model."):
+    for prefix in _prefixes(weights, known):
         found = {}
         for name in known.mean:
             there = next((each for each in (name, *known.ties.get(name, ())) if prefix + each in weights), None)
@@ -150,6 +152,14 @@ def _of_model(weights: dict[str, torch.Tensor], memory: Memory) -> dict[str, tor
             beside = {name.removeprefix(prefix): each for name, each in weights.items() if name.startswith(prefix)}
             return {**beside, **found}
     return weights
+
+
+def _prefixes(weights: dict[str, torch.Tensor], known: Posterior) -> list[str]:
+    """What may stand before the names that a memory has, of a wrapper or a module around it, by the first of them."""
+    name = next(iter(known.mean))
+    names = (name, *known.ties.get(name, ()))
+    found = {key.removesuffix(each) for key in weights for each in names if key.endswith(each)}
+    return sorted((prefix for prefix in found if not prefix or prefix.endswith(".")), key=len)
 
 
 def _of_memory(facts: dict[str, Any]) -> list[tuple[str, object]]:

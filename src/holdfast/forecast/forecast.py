@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..devices import full
 from ..errors import ArgumentError, MismatchError
-from ..params import adapted, all_parameters, buffers, matched, shapes, some, unwrapped
+from ..params import all_parameters, buffers, matched, require_not_adapted, shapes, some, unwrapped
 from ..pieces import number, resharded
 from ..posterior import Memory, Posterior, as_posterior
 from ..posterior.placed import placed
@@ -115,12 +115,8 @@ def forecast(
     inner = unwrapped(model)
     resharded(inner)
     params = matched(inner, shapes(known.mean), ties=known.ties)
-    beside = [name for name in adapted(inner) if name in known.mean]
-    if beside:
-        raise MismatchError(
-            f"an adapter is added to {some(beside)} as the model runs, which a memory of the weights does not see. "
-            "Merge it for the forecast, model.merge_adapter(), and take it out again after it."
-        )
+    cure = "Merge it for the forecast, model.merge_adapter(), and take it out again after it."
+    require_not_adapted(inner, known.mean, cure)
     known = placed(known, inner)
     parts = _parts(known, known.delta({name: p.detach().to(known.mean[name].device) for name, p in params.items()}))
     found, lacks, against = None, missing(posterior), []

@@ -12,8 +12,8 @@ from torch import distributed, nn
 from torch.optim import Optimizer
 
 from ..errors import ArgumentError, HoldfastWarning, MismatchError, require_number
-from ..params import adapted, some
-from ..penalty import Quadratic, Term
+from ..params import require_not_adapted
+from ..penalty import IN_WEIGHT_SPACE, Quadratic, Term
 from ..pieces import groups, resharded
 from ..posterior import Memory, Posterior, as_posterior
 from ..posterior.placed import placed
@@ -218,12 +218,7 @@ def _as_term(held: Held, model: nn.Module, offload: bool) -> Term:
         return held
     devices = {parameter.device for parameter in model.parameters()} - {torch.device("meta")}
     posterior = as_posterior(held)
-    beside = [name for name in adapted(model) if name in posterior.precision.shapes]
-    if beside:
-        raise MismatchError(
-            f"an adapter is added to {some(beside)} as the model runs, which a memory of the weights does not see. "
-            "Hold it in weight space: holdfast.integrations.peft.weight_space(model, memory)."
-        )
+    require_not_adapted(model, posterior.precision.shapes, IN_WEIGHT_SPACE)
     if offload:
         return Quadratic(*offloaded(posterior, model))
     return Quadratic(placed(posterior.to(devices.pop()) if len(devices) == 1 else posterior, model))

@@ -201,7 +201,6 @@ class Budget:
     def finish(self, model: nn.Module, strength: float, stacklevel: int) -> Spent:
         """Go back toward the old weights, as far as it takes: θ ← μ + s (θ − μ), the largest s inside the budget."""
         gauge = self._made(model, _LAST_DRAWS, 1)  # other probes than those the strength was steered by
-        before = 1.0 if self.finished is None else self.finished.kept
         params, start = self._way_back(model)
         known = {**self._buffers, **(self.memory.buffers if isinstance(self.memory, Memory) else {})}
         for name, buffer in buffers(unwrapped(model)).items():  # statistics go back with the weights
@@ -209,7 +208,9 @@ class Budget:
                 params[f"buffer {name}"], start[f"buffer {name}"] = buffer, known[name]
         there = {name: value.detach().clone() for name, value in params.items()}
         start = {name: placed(start[name], value) for name, value in there.items()}
-        self.spent, kept = self._told(gauge), 1.0
+        last, self.spent, kept = self.finished, self._told(gauge), 1.0
+        # What the last finish left is told by the same probes; weights that were loaded since have a way of their own.
+        before = 1.0 if last is None or not math.isclose(self.spent, last.rise, rel_tol=1e-6) else last.kept
         if self.spent > self.limit:
             low, high = 0.0, 1.0
             for _ in range(_HALVINGS):
@@ -247,11 +248,14 @@ class Budget:
         """The old function: kept from the start where the memory lacks buffers, which nothing tells later."""
         if self._then is not None:
             return self._then
-        teacher = Recalled(self.memory, model)
-        found = asking(teacher, model, forward)
-        if teacher.lost:
-            there = buffers(model)
-            self._then, self._buffers = found, {name: there[name].clone() for name in teacher.lost}
+        kept = self.memory.buffers if isinstance(self.memory, Memory) else {}
+        lost = {name: b.clone() for name, b in buffers(model).items() if name not in kept and b.is_floating_point()}
+        if self.space is None:
+            found = asking(Recalled(self.memory, model), model, forward)
+        else:
+            found = self.space.recalled(model, forward)
+        if lost:
+            self._then, self._buffers = found, lost
         return found
 
     def _made(self, model: nn.Module, draws: int, seed: int) -> Callable[[], float]:
@@ -259,8 +263,7 @@ class Budget:
             # Each term is an estimate of the same rise: the largest, for a mean of them would hide it.
             counted = [term for term in self.terms if term.num_data]
             return lambda: max(number(term.value(model)) / term.num_data for term in counted)
-        old = self._old if self.space is None else self.space.recalled
-        estimate, now = asked(unwrapped(model), self.memory, draws, seed, self.forward, old)
+        estimate, now = asked(unwrapped(model), self.memory, draws, seed, self.forward, self._old)
 
         def rise() -> float:
             found = estimate.rise(now())

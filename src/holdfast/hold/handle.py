@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..errors import ArgumentError, HoldfastWarning, InertError, MismatchError, require_number
+from ..errors import ArgumentError, BudgetError, HoldfastWarning, InertError, MismatchError, require_number
 from ..penalty import Drawn, Quadratic, Resumable, Term
 from ..pieces import number, resharded
 from ..posterior import Covered, Posterior
@@ -193,7 +193,8 @@ class Handle:
     ) -> None:
         if kind is not None:
             self.detach()  # the first error is the one to see
-            if self._budget is not None and self._budget.finished is None and self.steps:
+            hopeless = issubclass(kind, BudgetError)  # and said so
+            if self._budget is not None and self._budget.finished is None and self.steps and not hopeless:
                 warnings.warn(
                     "training was left before its budget was finished: call finish() on the handle before the model is "
                     "used.", HoldfastWarning, stacklevel=2,

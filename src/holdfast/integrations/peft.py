@@ -180,7 +180,10 @@ class WeightSpace:
         return found
 
     def recalled(self, model: nn.Module, forward: Callable[[nn.Module, Any], Any]) -> Callable[[Any], Any]:
-        """The old function: the model at the mean, with adapters that add nothing. No second network."""
+        """The old function: the model at the mean, with adapters that add nothing. No second network.
+
+        Buffers that the memory lacks are taken to be what they are now.
+        """
         inner = unwrapped(model)
         inside = {id(parameter) for parameter, _ in self.way_back(inner).values()}
         factors = {id(p) for layer in tuner_layers(inner) for p in adapter_parameters(layer)}
@@ -195,8 +198,10 @@ class WeightSpace:
         values = {own[id(p)]: self.posterior.mean[name].to(p) for name, p in params.items()}
         values |= {own[id(b)]: torch.zeros_like(b) for b in all_outputs(inner, self.adapters)}
         kept = {} if self.beside is None else self.beside.buffers
-        then = {id(buffer): kept[name].to(buffer) for name, buffer in buffers(inner).items() if name in kept}
-        values |= {name: then[id(buffer)] for name, buffer in inner.named_buffers() if id(buffer) in then}
+        then = {id(buffer): kept[name] for name, buffer in buffers(inner).items() if name in kept}
+        values |= {
+            name: then.get(id(buffer), buffer).detach().to(buffer, copy=True) for name, buffer in inner.named_buffers()
+        }
 
         def old(inputs: Any) -> Any:
             with torch.no_grad(), evaluating(inner):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..devices import part
 from ..errors import ArgumentError
 from ..identity import fingerprints
-from ..params import all_parameters, buffers, matched, require_shapes, shapes
+from ..params import all_parameters, buffers, matched, require_not_adapted, require_shapes, shapes
 from ..pieces import cut, resharded
 from ..precision import Precision
 from ..precision.base import require_finite
@@ -138,6 +138,7 @@ def restore_(model: nn.Module, memory: Posterior | Memory) -> None:
     posterior = as_posterior(memory)
     resharded(model)
     params = matched(model, shapes(posterior.mean), ties=posterior.ties)
+    require_not_adapted(model, params, "Take it off, model = model.unload(), and restore that.")
     kept_buffers = memory.buffers if isinstance(memory, Memory) else {}
     found = buffers(model)
     require_shapes(shapes(kept_buffers), shapes(found), what="the memory's buffers", than="the model")

@@ -101,7 +101,7 @@ def require_counted_once(parts: Sequence[Posterior], base: Posterior | None = No
     repeated = [source for part in parts for source in part.sources if seen[source.id] > 1 and source.id not in known]
     if repeated:
         cure = (
-            "If they started from one posterior, name it: merge(a, b, base=that_posterior)."
+            "If they started from one posterior, name it: merge(a, b, base=that_posterior), on the command line --base."
             if base is None
             else "The base given is not the last posterior they have in common."
         )

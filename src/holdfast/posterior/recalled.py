@@ -69,10 +69,10 @@ class Recalled:
             self._mean = {name: value.clone() for name, value in self._mean.items()}
         kept, found = memory.buffers if isinstance(memory, Memory) else {}, buffers(model)
         require_shapes(shapes(kept), shapes(found), what="the memory's buffers", than="the model")
-        self.lost = [name for name, buffer in found.items() if name not in kept and buffer.is_floating_point()]
-        if self.lost and any(not torch.equal(full(p.detach()), full(self._mean[name])) for name, p in params.items()):
+        lost = [name for name, buffer in found.items() if name not in kept and buffer.is_floating_point()]
+        if lost and any(not torch.equal(full(p.detach()), full(self._mean[name])) for name, p in params.items()):
             raise MismatchError(
-                f"no {some(self.lost)} was kept, and the model has moved since: how it ran then is not known. Keep "
+                f"no {some(lost)} was kept, and the model has moved since: how it ran then is not known. Keep "
                 "buffers with the posterior: Memory.of(posterior, model), while the model is as it was."
             )
         self.assumed = unkept(memory, found)  # to be what they are now, while the weights are what they were

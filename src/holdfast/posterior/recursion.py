@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..errors import ArgumentError, MismatchError, require_number
 from ..identity import fingerprints
-from ..params import aliases, all_parameters, matched, renaming, shapes
+from ..params import aliases, all_parameters, matched, renaming, require_not_adapted, shapes
 from ..pieces import resharded
 from ..precision import Diagonal, Precision
 from ..precision.base import require_finite
@@ -22,6 +22,11 @@ from .memory import Memory, as_posterior
 from .placed import placed_as
 
 Kept = TypeVar("Kept", Posterior, Memory)
+
+_MERGE = (
+    "Merge it and let the weights train, so that there is a Fisher of them: model = model.merge_and_unload(); "
+    "model.requires_grad_(True). Then take the Fisher, and consolidate."
+)
 
 
 def consolidate(
@@ -118,6 +123,7 @@ def _checked(posterior: Posterior, model: nn.Module, fisher: Precision, decay: f
     if require_number(decay, "decay") > 1:
         raise ArgumentError(f"decay is the share of the old precision that is kept, at most 1; got {decay}.")
     params = matched(model, {**fisher.shapes, **shapes(posterior.mean)}, ties=posterior.ties)
+    require_not_adapted(model, params, _MERGE)
     again = {source.id for source in fisher.sources} & {source.id for source in posterior.sources}
     if again:
         raise MismatchError(

@@ -75,7 +75,10 @@ class Answers:
         return found
 
     def __add__(self, other: Answers) -> Answers:
-        """Those of both, by how much data each stands for, in no more memory than the larger one."""
+        """Those of both, each with as many rows as it has of the data, in no more memory than the larger one.
+
+        So the one that has few rows for its data decides how many there are.
+        """
         for what in ("kind", "unit"):
             if getattr(self, what) != getattr(other, what):
                 raise MismatchError(
@@ -86,11 +89,15 @@ class Answers:
                 f"these answers have outputs of shape {tuple(self.outputs.shape[1:])} and "
                 f"{tuple(other.outputs.shape[1:])}: the head grew between them. Keep those of the larger head alone."
             )
-        total, most = self.num_data + other.num_data, max(len(self.outputs), len(other.outputs))
-        first = min(len(self.outputs), max(1, round(most * self.num_data / total)))
-        second = min(len(other.outputs), max(1, most - first))
+        total, counts = self.num_data + other.num_data, (len(self.outputs), len(other.outputs))
+        share = self.num_data / total
+        rows = min(max(counts), max(1, int(min(counts[0] / share, counts[1] / (1 - share)))))
+        generator = torch.Generator().manual_seed(rows + int(total))
+        # Up or down by chance: always down would never let in a task that is small beside all before it.
+        first = min(counts[0], int(rows * share + float(torch.rand((), generator=generator, dtype=torch.float64))))
+        second = min(counts[1], rows - first)
         # Rows are in random order, so that the first ones are a sample; and must be again.
-        order = torch.randperm(first + second, generator=torch.Generator().manual_seed(first))
+        order = torch.randperm(first + second, generator=generator)
         outputs, labels = (
             torch.cat([mine[:first], theirs[:second].to(mine)])[order.to(mine.device)]
             for mine, theirs in ((self.outputs, other.outputs), (self.labels, other.labels))
