@@ -81,6 +81,8 @@ def executed(monkeypatch):
         (["--workers", "2", "--dask", "tcp://127.0.0.1:8786"], "not both"),
         (["digits", "text", "--methods", "mas"], "mas does not apply to text: it is not for text"),
         (["text", "--methods", "ewc", "--sweep"], "text has no validation data to choose a strength on"),
+        (["digits", "--methods", "joint,frozen", "--sweep"], "joint, frozen has none"),
+        (["digits", "--sweep-tasks", "3"], "give both"),
         (["cifar10-class", "--methods", "ewc", "--workers", "2"], "CIFAR-10 was not found"),
         (["--out", "{file}"], "it is a file, not a folder"),
         (["--out", "{file}/below"], "results cannot be written to"),
@@ -156,6 +158,15 @@ def test_the_time_left_is_by_the_jobs_that_were_run_now(monkeypatch):
     assert pace.left == "0:00:55"
     now[0] += 600
     assert pace.left == "0:00:00"
+
+
+def test_methods_that_not_all_protocols_can_have_are_named(tmp_path, executed):
+    result = bench("digits", "digits-class", "--methods", "all", "--seeds", "1", "--out", tmp_path / "both", *NUMBERS)
+    assert "left out" not in result.output
+    executed.clear()
+    result = bench("digits", "text", "--methods", "all", "--seeds", "1", "--out", tmp_path / "mixed", "--epochs", "1")
+    assert "left out, as not all of these protocols can have it: " in " ".join(result.output.split())
+    assert not {"mas", "own-text"} & {job.method for job in executed}
 
 
 def test_a_sweep_counts_both_its_stages(tmp_path, executed):

@@ -9,6 +9,7 @@ from cases import CASES
 from curvature.test_taps import LAYERS, case
 from holdfast.bench.catalog import METHODS
 from holdfast.bench.protocols import PROTOCOLS
+from holdfast.bench.runner import run
 from holdfast.bench.training import Trainer
 from holdfast.hold import prefetch
 from holdfast.identity import fingerprint
@@ -345,7 +346,8 @@ def test_methods_of_the_bench_learn_on_a_gpu_as_on_the_cpu(method):
             way.remember(model, task, trainer)
         found.append(torch.cat([each.flatten().cpu() for each in way.kept]))
     apart = float((found[0] - found[1]).norm() / found[0].norm())
-    assert apart < (0.5 if method in ("ivon", "mean-field") else 0.02)
+    # Draws differ between devices; and among eigenvectors that are nearly alike any rounding chooses others.
+    assert apart < {"ivon": 0.5, "mean-field": 0.5, "kronecker-rotated": 0.1}.get(method, 0.02)
 
 
 HELD = {
@@ -447,3 +449,12 @@ def test_a_memory_on_the_cpu_takes_no_room_on_the_gpu():
         optimizer.step()
     kept = 8 * sum(p.numel() for p in model.parameters())
     assert torch.cuda.max_memory_allocated() - before < 0.6 * kept
+
+
+def test_memory_on_a_gpu_does_not_grow_with_the_tasks_that_were_trained():
+    """One stream for all of them: libraries keep room for every stream that they see."""
+    protocol = PROTOCOLS["digits"].changed(epochs=1)
+    tasks = protocol.sequence(0, device="cuda")
+    torch.manual_seed(0)
+    made = run(METHODS["ewc"].make(1.0), tasks, lambda: protocol.model(tasks), protocol.training, device="cuda")
+    assert made.learning_bytes[-1] < made.learning_bytes[1] + 2**20

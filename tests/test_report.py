@@ -14,6 +14,9 @@ from holdfast.bench.measures import Run, at_an_end
 from holdfast.bench.results import Result, write
 from holdfast.errors import ArgumentError, DataError
 from holdfast.report import bench_page, csv, markdown, report_command, tables
+from holdfast.report.canvas import short
+from holdfast.report.sections import sections
+from holdfast.report.tables import Cell
 
 MADE = {"version": "1.0", "device": "cpu", "torch": "2.13", "date": "2026-01-01", "command": "holdfast bench"}
 HOSTILE = ["<script>alert(1)</script>", "=1+1|x", "$\\frac$", "_hidden", "two\nlines", 'a" onclick="x', '漢字 id="q']
@@ -394,6 +397,25 @@ def test_a_click_on_a_heading_sorts_with_dashes_last_both_ways(toy, tmp_path):
     assert order[1] == ["EWC", "EWC", "SI", "fine-tuning", "joint"]
     assert order[2] == ["EWC", "EWC", "fine-tuning", "joint", "SI"]
     assert order[3] == ["SI", "joint", "fine-tuning", "EWC", "EWC"]
+
+
+def test_what_is_endless_sorts_as_a_number_and_versions_of_the_code_keep_their_ends():
+    assert [Cell("", each).key for each in (math.inf, -math.inf, math.nan, 1.5, "a")] == [
+        "Infinity", "-Infinity", "", "1.5", "a",
+    ]  # fmt: skip
+    first, second = (short(f"kronecker-softened, strength 1 [0.1.0+{each}]") for each in ("cb25fc9b", "1f00ba42"))
+    assert first != second
+    assert len(first) == len(second) == 36
+
+
+def test_the_newest_of_two_runs_is_so_by_the_clock_of_both():
+    rows = [[0.9, 0.1], [0.8, 0.9]]
+    old, new = (
+        result("ewc", 0, rows, strength=1.0, made={"date": date})
+        for date in ("2026-11-16T00:30:00+02:00", "2026-11-15T23:30:00+00:00")
+    )
+    (section,) = sections([old, new])
+    assert section.entries[0].results == (new,)
 
 
 def test_runs_from_files_that_were_not_recorded_are_not_mixed_with_others():

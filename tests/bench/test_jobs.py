@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,7 +17,7 @@ from holdfast.bench.machine import present
 from holdfast.bench.measures import Run
 from holdfast.bench.protocols import PROTOCOLS
 from holdfast.bench.results import collected
-from holdfast.errors import ArgumentError, DataError
+from holdfast.errors import ArgumentError, DataError, HoldfastWarning
 from holdfast.report.sections import sections
 
 QUICK = PROTOCOLS["digits"].changed(tasks=2, epochs=1)
@@ -179,6 +180,40 @@ def test_a_run_of_ones_own_is_not_written_over_by_another(tmp_path):
     save(other, tmp_path, protocol="clouds", strength=2.0, keeps_data=True)
     assert {bool(one.job["keeps_data"]) for one in collected(tmp_path)} == {False, True}
     assert len(collected(tmp_path)) == 2
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"strength": -1.0}, {"strength": "high"}, {"strength": True}, {"strength": float("nan")}, {"protocol": 5}]
+)
+def test_a_run_that_could_not_be_read_again_is_not_kept(tmp_path, wrong):
+    with pytest.raises(ArgumentError):
+        save(Run("mine", 3, [[0.9, 0.2], [0.7, 0.8]]), tmp_path, **{"protocol": "clouds", **wrong})
+    with pytest.raises(ArgumentError, match="seed"):
+        save(Run("mine", -1, [[0.9]]), tmp_path, protocol="clouds")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_run_of_ones_own_is_written_over_a_damaged_file_and_under_any_name(tmp_path):
+    made = Run("方法" * 60, 3, [[0.9, 0.2], [0.7, 0.8]])
+    target = save(made, tmp_path, protocol="clouds", strength=np.float32(2.0))
+    target.write_text("{", encoding="utf-8")
+    with pytest.warns(HoldfastWarning, match="damaged.*It is written over"):
+        assert save(made, tmp_path, protocol="clouds", strength=2.0) == target
+    assert [one.run for one in collected(tmp_path)] == [made]
+
+
+def test_a_text_is_known_by_what_it_is():
+    job = Job(PROTOCOLS["text"], "fine-tuning", 0)
+    assert data.origin("text") == data.text_domains().digest
+    assert job.config["python"]
+
+
+def test_a_result_asked_for_anywhere_is_known_by_the_device_that_made_it(tmp_path):
+    job = Job(QUICK, "fine-tuning", 0)
+    assert job.done(tmp_path, "auto") is None
+    results.write(job.path(tmp_path, "cpu"), execute(job, threads=1))
+    assert job.done(tmp_path, "auto") is not None
+    assert job.done(tmp_path, "cuda") is None
 
 
 def test_a_run_from_other_files_of_the_data_is_made_again(tmp_path, monkeypatch):

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from holdfast.bench import FineTuning, Held, Split, Task, Training, diagonal, run
+from holdfast.bench import FineTuning, Held, Split, Task, Training, diagonal, machine, run, runner
+from holdfast.bench.tasks import joined
 from holdfast.errors import ArgumentError
 
 TRAINING = Training(epochs=2, batch_size=8)
@@ -54,6 +55,77 @@ def test_texts_may_have_labels_that_do_not_count():
     labels[:, -1] = -100
     words = Task("words", Split(tokens, labels), Split(tokens, tokens.roll(-1, 1)))
     made = run(FineTuning(), [words], lambda: nn.Embedding(5, 5), Training(epochs=1, loss="tokens"))
+    assert len(made.accuracy) == 1
+    half = tokens.clone()
+    half[:, ::2] = -100
+
+    def right():
+        model = nn.Embedding(5, 5)
+        nn.init.eye_(model.weight)
+        return model
+
+    judged = Task("half", Split(tokens, tokens), Split(tokens, half))
+    found = run(FineTuning(tasks=0), [judged], right, Training(epochs=1, loss="tokens"))
+    assert found.accuracy == [[1.0]]
+    assert found.nll[0][0] == pytest.approx(float(nn.functional.cross_entropy(torch.eye(5), torch.arange(5))), rel=1e-5)
+    for bad, message in ((half.clamp(max=-100), "no token that counts"), (half.clamp(min=-1), "no whole numbers from")):
+        wrong = Task("bad", Split(tokens, bad), Split(tokens, tokens))
+        with pytest.raises(ArgumentError, match=message):
+            run(FineTuning(), [wrong], right, Training(epochs=1, loss="tokens"))
+
+
+def test_tasks_may_come_one_by_one_and_a_model_is_new_in_every_run():
+    tasks = [task("one"), task("two")]
+    assert len(run(FineTuning(), iter(tasks), lambda: nn.Linear(4, 2), TRAINING).accuracy) == 2
+    net = nn.Linear(4, 2)
+    run(FineTuning(), tasks, lambda: net, TRAINING)
+    with pytest.raises(ArgumentError, match="a run before has trained"):
+        run(FineTuning(), tasks, lambda: net, TRAINING)
+    with pytest.raises(ArgumentError, match="makes a model, a torch module, got int"):
+        run(FineTuning(), tasks, lambda: 3, TRAINING)
+
+
+class Noted(FineTuning):
+    """Needs nothing, and notes what is counted while it learns."""
+
+    def learn(self, model, task, trainer):
+        for _ in range(2):
+            trainer.watch and trainer.watch(1)
+
+
+def test_looking_at_earlier_tasks_is_no_part_of_what_learning_costs(monkeypatch):
+    """Neither in seconds nor in bytes."""
+    clock, bytes_now = [0.0], [100]
+    monkeypatch.setattr(machine.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(machine, "_peak", lambda device: bytes_now[0])
+    judged = runner._judged
+
+    def slow(*args):
+        clock[0] += 10
+        bytes_now[0] = 5000
+        found = judged(*args)
+        bytes_now[0] = 100
+        return found
+
+    monkeypatch.setattr(runner, "_judged", slow)
+    monkeypatch.setattr(runner, "in_use", lambda device: 0)
+    made = run(Noted(), [task("one"), task("two")], lambda: nn.Linear(4, 2), TRAINING)
+    assert made.learning_seconds == [0.0, 0.0]
+    assert made.learning_bytes == [100, 100]
+    assert made.lowest[1] is not None
+
+
+def test_what_is_learned_instead_of_the_tasks_is_made_within_the_run(monkeypatch):
+    """So that the data of joint training counts as that of others does."""
+    order = []
+    monkeypatch.setattr(runner, "in_use", lambda device: order.append("counted") or 0)
+
+    def stages(tasks):
+        order.append("made")
+        return [joined(tasks)]
+
+    made = run(FineTuning(), [task("one"), task("two")], lambda: nn.Linear(4, 2), TRAINING, stages=stages)
+    assert order == ["counted", "made"]
     assert len(made.accuracy) == 1
 
 

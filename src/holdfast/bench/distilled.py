@@ -51,7 +51,7 @@ class Distilled:
         terms: list[Any] = [known] if self.curvature else []
         terms += [self._term(model, old, kept, task, trainer) for old, kept in self._groups()]
         trainer.fit(model, task, lambda optimizer: hold(
-            optimizer, model, terms, num_data=training.count(task.train), strength=self.strength, unit=training.unit,
+            optimizer, model, terms, num_data=training.count(task.train.y), strength=self.strength, unit=training.unit,
             freeze_statistics=False,
         ))  # fmt: skip
 
@@ -60,7 +60,7 @@ class Distilled:
         self.known = (
             consolidate(before, model, self.curvature(model, task, trainer)) if self.curvature else prior(model)
         )  # fmt: skip
-        kept = self.keep(model, task) if self.keep else float(trainer.training.count(task.train))
+        kept = self.keep(model, task) if self.keep else float(trainer.training.count(task.train.y))
         self.parts.append((_emptied(task), kept))
         if self.merge:  # now, not when they are used: what is carried on does not grow
             self.parts = [

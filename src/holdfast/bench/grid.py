@@ -75,7 +75,7 @@ def run_all(
             outcome.failed[job] = made.line
             _write_failure(job.error_path(folder, device), made)
         else:
-            results.write(job.path(folder, device), made)
+            results.write(job.path(folder, "cuda" if made.on_gpu else "cpu"), made)  # whatever was asked for
             job.error_path(folder, device).unlink(missing_ok=True)
             outcome.found[job] = made
         progress(job, outcome.found.get(job))

@@ -9,10 +9,11 @@ import hashlib
 import os
 import platform
 import threading
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import torch
 from torch import nn
 
 from .. import __version__
-from ..errors import ArgumentError, DataError, require_number
+from ..errors import ArgumentError, DataError, HoldfastWarning, require_number
 from . import data, results
 from .catalog import JOINT, METHODS, one_of
 from .machine import present
@@ -28,6 +29,7 @@ from .measures import Run, best
 from .protocols import Protocol
 from .results import Result
 from .runner import run
+from .sound import require_sound
 from .tasks import joined
 
 # What decides a run's numbers; how they are shown does not.
@@ -97,12 +99,12 @@ class Job:
 
     def done(self, folder: Path, device: str = "cpu") -> Result | None:
         """Its result, if there is one. A damaged file raises a DataError, and so does one with another's result."""
-        found = self.path(folder, device)
-        if not found.exists():
+        either = ("cuda", "cpu") if device == "auto" else (device,)
+        found = next((path for kind in either if (path := self.path(folder, kind)).exists()), None)
+        if found is None:
             return None
         result = results.read(found)
-        kind = "cpu" if str(result.made.get("device", "")).startswith("CPU") else "cuda"
-        elsewhere = device.partition(":")[0] not in (kind, "auto")
+        elsewhere = device.partition(":")[0] not in ("cuda" if result.on_gpu else "cpu", "auto")
         if dict(result.job) != self.config or result.made.get("version") != code_version() or elsewhere:
             raise DataError(f"{found} holds another run's result than its name says.")
         here = data.origin(self.protocol.dataset)
@@ -151,7 +153,7 @@ def execute(
 def _made(job: Job, device: str, progress: Callable[[str], None]) -> Run:
     method = METHODS[job.method].make(job.strength)
     tasks = job.protocol.sequence(job.seed, validating=job.validating, device=device)
-    stages = [joined(tasks)] if job.method == JOINT else None
+    stages = (lambda tasks: [joined(tasks)]) if job.method == JOINT else None
     own = METHODS[job.method].model
 
     def model() -> nn.Module:
@@ -179,20 +181,36 @@ def save(
     `keeps_data` looks at old data again, and is no yardstick for those that do not.
     """
     folder = Path(folder)
+    if strength is not None:
+        strength = require_number(strength, "a strength")
     config: dict[str, Any] = {
         "protocol": protocol, "description": description, "numbers": {}, "method": made.method, "strength": strength,
         "seed": made.seed, "validating": False, "chosen": False, "keeps_data": keeps_data,
     }  # fmt: skip
+    result = Result(config, made, machine(device))
+    try:
+        require_sound(result.job, result.made, made)
+    except (ValueError, TypeError, LookupError) as error:
+        raise ArgumentError(f"this run could not be read again: {error}.") from error
     folder.mkdir(parents=True, exist_ok=True)
     target = results.path(folder, {**config, "device": device.partition(":")[0]}, code_version())
-    if target.exists() and _known(results.read(target).run) != _known(made):
+    if _there(target) not in (None, _known(made)):
         raise ArgumentError(
             f"{folder} has a run of {made.method!r} with seed {made.seed} on {protocol!r}, and this is another one. "
             "Give each method a name of its own, run(..., name=...), or a strength; or remove the file "
             f"{target.name}, or save to another folder."
         )
-    results.write(target, Result(config, made, machine(device)))
+    results.write(target, result)
     return target
+
+
+def _there(target: Path) -> tuple[Any, ...] | None:
+    """What a file's run came to; nothing where there is no file, or a damaged one, which is written over."""
+    try:
+        return _known(results.read(target).run) if target.exists() else None
+    except DataError as error:
+        warnings.warn(f"{error} It is written over.", HoldfastWarning, stacklevel=3)
+        return None
 
 
 def _known(made: Run) -> tuple[Any, ...]:
@@ -213,7 +231,7 @@ def machine(device: str, chosen: bool = False, origin: str | None = None) -> dic
     where = torch.cuda.get_device_name() if device.startswith("cuda") else f"CPU, {platform.machine()}"
     return {
         "version": code_version(), "device": where, "torch": torch.__version__, "python": platform.python_version(),
-        "date": datetime.now().astimezone().isoformat(timespec="seconds"), "threads": torch.get_num_threads(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"), "threads": torch.get_num_threads(),
         "strength_chosen_on": "validation" if chosen else None, **({"data": origin} if origin else {}),
     }  # fmt: skip
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import gc
-from contextlib import suppress
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -39,6 +41,40 @@ def warm(device: str) -> None:
         diagonal_fisher(model, [(x, y)], categorical)
 
 
+class Meter:
+    """The seconds of a phase, and the most bytes in use: the GPU's, or the process's where the system tells."""
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+        self.seconds, self.most = 0.0, 0
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Counts what is done within."""
+        self._start()
+        yield
+        self._stop()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Within what is counted: what is no part of it."""
+        self._stop()
+        try:
+            yield
+        finally:
+            self._start()
+
+    def _start(self) -> None:
+        _reset_peak(self._device)
+        self._since = time.perf_counter()
+
+    def _stop(self) -> None:
+        if self._device.startswith("cuda"):
+            torch.cuda.synchronize()
+        self.seconds += time.perf_counter() - self._since
+        self.most = max(self.most, _peak(self._device))
+
+
 def in_use(device: str) -> int:
     """Bytes in use before a run, the data's among them: what it needs is counted from here."""
     on_gpu = device.startswith("cuda")
@@ -51,7 +87,7 @@ def in_use(device: str) -> int:
     return 0
 
 
-def reset_peak(device: str) -> None:
+def _reset_peak(device: str) -> None:
     """From now on the most memory in use is counted anew."""
     if device.startswith("cuda"):
         torch.cuda.reset_peak_memory_stats()
@@ -60,7 +96,7 @@ def reset_peak(device: str) -> None:
         Path("/proc/self/clear_refs").write_text("5")
 
 
-def peak(device: str) -> int:
+def _peak(device: str) -> int:
     """The most bytes in use since then: the GPU's, or the process's where the system tells."""
     if device.startswith("cuda"):
         return torch.cuda.max_memory_allocated()

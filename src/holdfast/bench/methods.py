@@ -92,7 +92,7 @@ class Held:
             trainer.fit(model, task)
             return
         trainer.fit(model, task, lambda optimizer: hold(
-            optimizer, model, posterior, num_data=training.count(task.train), strength=self.strength,
+            optimizer, model, posterior, num_data=training.count(task.train.y), strength=self.strength,
             unit=training.unit, rotate=self.rotate, proximal=self.proximal, freeze_statistics=False,
         ))  # fmt: skip
 
@@ -119,7 +119,7 @@ class Recorded:
         @contextmanager
         def attached(optimizer: Optimizer) -> Iterator[None]:
             held = nullcontext() if posterior is None else hold(
-                optimizer, model, posterior, num_data=training.count(task.train), strength=self.strength,
+                optimizer, model, posterior, num_data=training.count(task.train.y), strength=self.strength,
                 unit=training.unit, freeze_statistics=False,
             )  # fmt: skip
             with held, recorded_path(optimizer, model) as self.path:
@@ -131,7 +131,7 @@ class Recorded:
         if self.path is None:
             raise ArgumentError("nothing was learned, so there is no path to remember.")
         training = trainer.training
-        found = self.path.precision(num_data=training.count(task.train), unit=training.unit)
+        found = self.path.precision(num_data=training.count(task.train.y), unit=training.unit)
         self.posterior, self.path = consolidate(self.posterior or prior(model), model, found), None
 
     @property
@@ -195,7 +195,7 @@ def evened(curvature: Curvature, share: float = 0.003) -> Curvature:
     """
 
     def found(model: nn.Module, task: Task, trainer: Trainer) -> Precision:
-        fisher, more = curvature(model, task, trainer), share * trainer.training.count(task.train)
+        fisher, more = curvature(model, task, trainer), share * trainer.training.count(task.train.y)
         entries = {name: torch.full_like(each, more) for name, each in fisher.diagonal().items()}
         return fisher + Diagonal(entries)
 
@@ -221,12 +221,12 @@ def batched(size: int = 128) -> Curvature:
         sums = {name: torch.zeros_like(each) for name, each in params.items()}
         training = trainer.training
         for x, y in task.train.batches(size):
-            loss = training.losses(task.logits(model, x), y).mean()
+            loss = training.mean(training.losses(task.logits(model, x), y), y)
             for name, grad in zip(params, torch.autograd.grad(loss, list(params.values())), strict=True):
                 sums[name] += (
                     y.numel() if training.loss == "tokens" else len(y)
                 ) * grad.square()  # the mean over batches, times the number of examples
-        size_of_it = float(training.count(task.train))
+        size_of_it = float(training.count(task.train.y))
         source = Source(f"{task.name}, {trainer.seed}", size_of_it, training.unit, training.loss, f"batches of {size}")
         return Diagonal(sums, (source,))
 

@@ -219,7 +219,8 @@ def _all() -> list[Protocol]:
     ))  # fmt: skip
     for dataset, name in (("mnist", "mnist-rotated"), ("fashion-mnist", "fashion-rotated")):
         protocols.append(replace(
-            protocols[1], name=name, about=f"{name.split('-')[0]} images turned by 0°, 36° … 144°, 2×100, as vcl",
+            protocols[1], name=name, about=f"{name.split('-')[0]} images turned by an angle more in every task (half a "
+            "turn in all, if none is given), 2×100, as vcl",
             dataset=dataset, stream="rotated", tasks=5,
         ))  # fmt: skip
     return protocols

@@ -13,6 +13,7 @@ import stat
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from .sound import require_sound
 
 FORMAT = 1
 _FILE, _BUNDLE = ".json", ".jsonl"
+_NAME = 160  # bytes of a file's name that tell what it is
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,20 @@ class Result:
         return None if found is None else float(found)
 
     @property
+    def date(self) -> datetime:
+        """When it was made; long ago where that is not told."""
+        try:
+            found = datetime.fromisoformat(str(self.made["date"]))
+        except (LookupError, ValueError):
+            return datetime.min.replace(tzinfo=UTC)
+        return found if found.tzinfo else found.replace(tzinfo=UTC)
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether a GPU made it."""
+        return not str(self.made.get("device", "")).startswith("CPU")
+
+    @property
     def validating(self) -> bool:
         """Whether it was judged on held-out training data, to choose a strength, and not on the test data."""
         return bool(self.job["validating"])
@@ -61,7 +77,8 @@ def path(folder: Path, job: Mapping[str, Any], version: str) -> Path:
     """Where a job's result is, or will be: the protocol, the method and the seed are told by the name too."""
     words = f"{job['protocol']}-{job['method']}-{job['seed']}"
     readable = "".join(letter if letter.isalnum() or letter in "-.×" else "_" for letter in words)
-    return folder / f"{readable[:80]}-{key(job, version)}.json"
+    whole = readable.encode()[:_NAME].decode(errors="ignore")  # a file system counts bytes
+    return folder / f"{whole}-{key(job, version)}.json"
 
 
 def write(target: Path, result: Result) -> None:

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import math
 import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from weakref import WeakSet
 
 import torch
 from torch import nn
 
 from ..errors import ArgumentError
-from .machine import in_use, peak, present, reset_peak, warm
+from .machine import Meter, in_use, present, warm
 from .measures import Run
 from .methods import Method
 from .tasks import Task
-from .training import Trainer, Training
+from .training import UNCOUNTED, Trainer, Training
 
 _BATCH = 5000  # of a test
+_TRAINED: WeakSet[nn.Module] = WeakSet()  # of all runs of this process
 _GLANCE = 1000  # test examples of each task that are looked at while the next one is learned
 
 
@@ -31,15 +31,16 @@ def run(
     name: str = "",
     seed: int = 0,
     device: str = "cpu",
-    stages: Sequence[Task] | None = None,
+    stages: Callable[[Sequence[Task]], Sequence[Task]] | None = None,
     progress: Callable[[str], None] = lambda learned: None,
 ) -> Run:
     """Learn the tasks in turn from a model made with `seed`, testing on all of them after each.
 
     All that is drawn on the way follows from the seed, and torch's own random numbers are left as they were. `stages`
-    are what is learned where that is not the tasks themselves: all of them joined, for joint training. `progress` is
-    called after each with its name.
+    makes of the tasks what is learned where that is not the tasks themselves: all of them joined, for joint training.
+    `progress` is called after each with its name.
     """
+    tasks = list(tasks)
     if not tasks or isinstance(make_model, nn.Module) or isinstance(method, (str, type)):
         raise ArgumentError("run takes a method, at least one task, and a function that makes a model: lambda: net().")
     if method.kept:
@@ -47,24 +48,25 @@ def run(
     device = device if _other(device) else present(device)
     warm(device)
     accuracy, nll, lowest, settled, kept = [], [], [], [], []
-    learning: list[tuple[float, int]] = []
-    remembering: list[tuple[float, int]] = []
-    stages = tasks if stages is None else stages
+    learning: list[Meter] = []
+    remembering: list[Meter] = []
     with _drawn_from(seed, device):
         start = in_use(device)
-        model = make_model().to(device)
+        learned = tasks if stages is None else list(stages(tasks))
+        model = _fresh(make_model()).to(device)
         model.eval()
         _require_answers(model, tasks, training)
         untrained = [_judged(model, task.judged_after(task), training)[0] for task in tasks]
         trainer = Trainer(training, seed)
-        for stage, task in enumerate(stages):
+        for stage, task in enumerate(learned):
             seen: list[float] = []
-            trainer.watch = _glance(model, tasks[:stage], task, training, seen) if len(stages) == len(tasks) else None
-            before = trainer.watched
-            with _measured(device, learning):
+            learning.append(Meter(device))
+            earlier = tasks[:stage] if len(learned) == len(tasks) else []
+            trainer.watch = _glance(model, earlier, task, training, learning[-1], seen)
+            with learning[-1].running():
                 method.learn(model, task, trainer)
-            learning[-1] = (learning[-1][0] - (trainer.watched - before), learning[-1][1])
-            with _measured(device, remembering):
+            remembering.append(Meter(device))
+            with remembering[-1].running():
                 method.remember(model, task, trainer)
             found = [_judged(model, other.judged_after(task), training) for other in tasks]
             accuracy.append([right for right, _ in found])
@@ -75,9 +77,22 @@ def run(
             progress(task.name)
     return Run(
         name or type(method).__name__, seed, accuracy, nll, untrained, lowest, settled,
-        [seconds for seconds, _ in learning], [seconds for seconds, _ in remembering], kept,
-        [max(0, most - start) for _, most in learning], [max(0, most - start) for _, most in remembering],
+        [meter.seconds for meter in learning], [meter.seconds for meter in remembering], kept,
+        [max(0, meter.most - start) for meter in learning], [max(0, meter.most - start) for meter in remembering],
     )  # fmt: skip
+
+
+def _fresh(model: nn.Module) -> nn.Module:
+    """A model that no run has trained yet."""
+    if not isinstance(model, nn.Module):
+        raise ArgumentError(f"a run's function makes a model, a torch module, got {type(model).__name__}.")
+    if model in _TRAINED:
+        raise ArgumentError(
+            "this run's function gave a model that a run before has trained: make a new one at every call, such as "
+            "lambda: copy.deepcopy(net)."
+        )
+    _TRAINED.add(model)
+    return model
 
 
 @contextmanager
@@ -101,8 +116,11 @@ def _require_answers(model: nn.Module, tasks: Sequence[Task], training: Training
     """Raise where a task's labels have no output that could answer."""
     for task in tasks:
         labels = [split.y for split in (task.train, task.test)]
-        least = -math.inf if training.loss == "tokens" else 0  # where some do not count
-        if any(y.is_floating_point() or int(y.min()) < least for y in labels):
+        if training.loss == "tokens":
+            labels = [y[y != UNCOUNTED] for y in labels]
+            if not all(map(len, labels)):
+                raise ArgumentError(f"`{task.name}` has no token that counts: every label is {UNCOUNTED}.")
+        if any(y.is_floating_point() or int(y.min()) < 0 for y in labels):
             raise ArgumentError(f"`{task.name}` has labels that are no whole numbers from 0.")
         with torch.no_grad():
             width = task.logits(model, task.test.first(1).x).shape[-1]
@@ -125,31 +143,21 @@ def _judged(model: nn.Module, task: Task, training: Training, count: int | None 
         logits = task.logits(model, x)
         right += (logits.argmax(-1) == y).sum()
         loss += training.losses(logits, y).sum()
-        answers += y.numel()
+        answers += training.count(y)
     return float(right) / answers, float(loss) / answers
 
 
 def _glance(
-    model: nn.Module, earlier: Sequence[Task], task: Task, training: Training, seen: list[float]
+    model: nn.Module, earlier: Sequence[Task], task: Task, training: Training, meter: Meter, seen: list[float]
 ) -> Callable[[int], None] | None:
-    """Notes the mean accuracy on the earlier tasks when called, on a part of their test data."""
+    """Notes the mean accuracy on the earlier tasks when called, on a part of their test data; that is no part of what
+    learning costs."""
     if not earlier:
         return None
 
     def look(steps: int) -> None:
-        seen.append(
-            statistics.fmean(_judged(model, other.judged_after(task), training, _GLANCE)[0] for other in earlier)
-        )
+        with meter.paused():
+            found = [_judged(model, other.judged_after(task), training, _GLANCE)[0] for other in earlier]
+        seen.append(statistics.fmean(found))
 
     return look
-
-
-@contextmanager
-def _measured(device: str, spent: list[tuple[float, int]]) -> Iterator[None]:
-    """Adds the seconds, and the most bytes of memory in use: the GPU's, or the process's where the system tells."""
-    reset_peak(device)
-    start = time.perf_counter()
-    yield
-    if device.startswith("cuda"):
-        torch.cuda.synchronize()
-    spent.append((time.perf_counter() - start, peak(device)))

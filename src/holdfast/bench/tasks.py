@@ -56,6 +56,8 @@ class Split:
     def of(cls, dataset: Sequence[tuple[Any, Any]] | Any) -> Split:
         """A dataset of (input, label) pairs, such as torch's, read whole."""
         pairs = [dataset[index] for index in range(len(dataset))]
+        if not pairs:
+            raise ArgumentError("a split has at least one example, and this dataset has none.")
         x, y = (torch.stack([torch.as_tensor(pair[side]) for pair in pairs]) for side in (0, 1))
         return cls(x, y)
 

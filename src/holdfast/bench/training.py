@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -19,10 +18,12 @@ from ..devices import sent
 from ..errors import ArgumentError, require_number
 from ..hold import Handle
 from ..likelihood import Likelihood, categorical, gaussian, tokens
-from .tasks import Split, Task, masked
+from .tasks import Task, masked
 
 Attach = Callable[[Optimizer], AbstractContextManager[Any]]
 Loss = Literal["cross-entropy", "squared", "tokens"]
+
+UNCOUNTED = -100  # the label of a token that is not to be answered
 
 
 @dataclass(frozen=True)
@@ -70,9 +71,9 @@ class Training:
         """What the data is counted in."""
         return "token" if self.loss == "tokens" else "example"
 
-    def count(self, data: Split) -> int:
-        """How much of it there is."""
-        return data.y.numel() if self.loss == "tokens" else len(data)
+    def count(self, y: Tensor) -> int:
+        """How much data has these labels."""
+        return int((y != UNCOUNTED).sum()) if self.loss == "tokens" else len(y)
 
     def targets(self, y: Tensor, width: int) -> Tensor:
         """The labels as the likelihood takes them."""
@@ -89,6 +90,10 @@ class Training:
             return -(1 - smoothing) * logs.gather(-1, y.unsqueeze(-1)).squeeze(-1) - smoothing * even
         flat, labels = logits.flatten(0, -2), y.flatten()
         return F.cross_entropy(flat, labels, reduction="none", label_smoothing=smoothing)
+
+    def mean(self, losses: Tensor, y: Tensor) -> Tensor:
+        """Their mean over what counts."""
+        return losses.sum() / (y != UNCOUNTED).sum() if self.loss == "tokens" else losses.mean()
 
     def rate(self, step: int, steps: int) -> float:
         """The learning rate of a step."""
@@ -117,8 +122,8 @@ class Trainer:
     seed: int = 0
     watch: Callable[[int], None] | None = None
     recorded: bool = True
-    watched: float = field(default=0.0, init=False)  # seconds spent on it, which are no part of the training
     fits: int = field(default=0, init=False)  # how many there were
+    _stream: Any = field(default=None, init=False, repr=False)
 
     def fit(
         self,
@@ -143,7 +148,10 @@ class Trainer:
         model.train()
         with ExitStack() as stack:
             if device.type == "cuda":
-                stack.enter_context(torch.cuda.stream(torch.cuda.Stream()))  # type: ignore[no-untyped-call]
+                if self._stream is None:  # one for all tasks: libraries keep room of their own for every stream
+                    self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+                self._stream.wait_stream(torch.cuda.current_stream())
+                stack.enter_context(torch.cuda.stream(self._stream))
             held = stack.enter_context(attach(optimizer) if attach else nullcontext())
             steps = _Steps(model, task, data.x, optimizer, numbers, self.recorded, held, way)
             set_to = None
@@ -161,11 +169,9 @@ class Trainer:
     def _look(self, watch: Callable[[int], None], model: nn.Module, made: int) -> None:
         if next(model.parameters()).is_cuda:
             torch.cuda.current_stream().synchronize()
-        start = time.perf_counter()
         model.eval()
         watch(made)
         model.train()
-        self.watched += time.perf_counter() - start
 
 
 class _Steps:
@@ -232,7 +238,7 @@ class _Steps:
         allowed = None if self._allowed is None else self._allowed[rows]
         if allowed is not None:
             logits = logits[..., : allowed.shape[-1]]
-        return self._numbers.losses(logits, y, self._numbers.label_smoothing, allowed).mean()
+        return self._numbers.mean(self._numbers.losses(logits, y, self._numbers.label_smoothing, allowed), y)
 
 
 @contextmanager

@@ -29,7 +29,7 @@ class MeanFieldChain:
         training = trainer.training
         before = self.posterior or prior(model, _PRECISION, mean=0.0)
         q = mean_field(
-            model, before, _likelihood(training), num_data=training.count(task.train), samples=self.samples,
+            model, before, _likelihood(training), num_data=training.count(task.train.y), samples=self.samples,
             seed=trainer.seed, forward=task.forward,
         )  # fmt: skip
         q.to(next(model.parameters()).device)
@@ -64,7 +64,7 @@ class IvonChain:
         training = trainer.training
         before = self.posterior or prior(model, _PRECISION, mean=0.0)
         optimizer = IVON(
-            model, before, training.likelihood, num_data=training.count(task.train),
+            model, before, training.likelihood, num_data=training.count(task.train.y),
             seed=1000 * trainer.seed + trainer.fits,
         )  # fmt: skip
         way = Way(optimizer, within=optimizer.sampled)

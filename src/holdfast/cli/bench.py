@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import shlex
 import sys
+import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ import typer
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from ..errors import ArgumentError, DataError
+from ..errors import ArgumentError, DataError, HoldfastWarning
 from .console import app, console, escape, interruptible, need, or_exit, plain_warnings
 from .progress import Shown
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from ..bench.protocols import Protocol
 
 _MOST_SEEDS = 1000
+_SWEPT = 5  # tasks that a strength is chosen on
 _NAMED = 3  # of the jobs that failed alike
 _DEFAULTS = "fine-tuning,frozen,joint,ewc,kronecker"
 
@@ -36,7 +38,9 @@ def bench(
     seeds: Annotated[str, typer.Option(help="How many seeds, from 0; or which, with commas: 3,4,5.")] = "3",
     strengths: Annotated[str | None, typer.Option(help="The strengths to run at, or to choose among; else 1.")] = None,
     sweep: Annotated[bool, typer.Option(help="Choose each strength on validation data, of --strengths.")] = False,
-    sweep_tasks: Annotated[int, typer.Option(min=2, help="How many tasks a strength is chosen on.")] = 5,
+    sweep_tasks: Annotated[
+        int | None, typer.Option(min=2, help="How many tasks a strength is chosen on; 5 if not given.")
+    ] = None,
     out: Annotated[Path, typer.Option(help="The folder of results; what is there is not run again.")] = Path("results"),
     workers: Annotated[int, typer.Option(min=0, help="Processes to run jobs in; 0 is this one.")] = 0,
     device: Annotated[str, typer.Option(help="cpu, cuda, or auto: a GPU if there is one.")] = "auto",
@@ -60,14 +64,17 @@ def bench(
     changes: dict[str, Any] = {
         "tasks": tasks, "epochs": epochs, "steps": steps, "loss": loss, "label_smoothing": label_smoothing,
     }  # fmt: skip
+    if sweep_tasks is not None and not sweep:
+        sys.exit("--sweep-tasks is how many tasks --sweep chooses strengths on: give both.")
+    looked = (sweep_tasks or _SWEPT) if sweep else None
     with interruptible("Stopped. What was finished is kept: the same command goes on from there."), plain_warnings():
         asked = or_exit(lambda: _Asked.of(protocols or ["digits"], methods, seeds, strengths, sweep, changes))
         if commands:
-            or_exit(lambda: _print_commands(asked, out, device, threads, sweep_tasks if sweep else None, changes))
+            or_exit(lambda: _print_commands(asked, out, device, threads, looked, changes))
             return
         from ..bench.machine import present
 
-        outcome = or_exit(lambda: _run(asked, out, workers, dask, device, threads, sweep_tasks if sweep else None))
+        outcome = or_exit(lambda: _run(asked, out, workers, dask, device, threads, looked))
         _print_outcome(outcome, out, device if dask else present(device))
     if outcome.failed:
         raise typer.Exit(1)
@@ -94,6 +101,12 @@ class _Asked:
         names = [name.strip() for name in methods.split(",") if name.strip()]
         if methods == "all":  # that apply
             names = [name for name, entry in METHODS.items() if all(map(entry.fits, chosen))]
+            some = [name for name, entry in METHODS.items() if any(map(entry.fits, chosen)) and name not in names]
+            if some:
+                warnings.warn(
+                    f"left out, as not all of these protocols can have it: {', '.join(some)}. Run the protocols one by "
+                    "one to have all that each can.", HoldfastWarning, stacklevel=2,
+                )  # fmt: skip
         if not names:
             raise ArgumentError("--methods names no method; `holdfast bench --list` shows them.")
         for name in names:
@@ -108,6 +121,8 @@ class _Asked:
         found = (
             _numbers(strengths, "strengths", float) if strengths is not None else list(STRENGTHS) if sweep else [1.0]
         )
+        if sweep and not any(METHODS[name].has_strength for name in names):
+            raise ArgumentError(f"--sweep chooses strengths, and {', '.join(names)} has none.")
         if sweep and len(set(found)) < 2:
             raise ArgumentError("--sweep chooses among strengths: give two or more, with commas.")
         if SWEEP_SEED in which:

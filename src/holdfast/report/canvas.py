@@ -64,9 +64,12 @@ _IDS = re.compile(r"""\bid="|href="#|url\(#""")
 
 
 def short(label: str) -> str:
-    """A label on one line, that fits beside a picture."""
+    """A label on one line, that fits beside a picture: both its ends, for versions of the code differ at theirs."""
     line = " ".join(label.split())
-    return line if len(line) <= _LONGEST else f"{line[: _LONGEST - 1].rstrip()}…"
+    if len(line) <= _LONGEST:
+        return line
+    last = _LONGEST // 3
+    return f"{line[: _LONGEST - last - 1].rstrip()}…{line[-last:].lstrip()}"
 
 
 def stretched(axis: Any, accuracies: Sequence[float]) -> None:

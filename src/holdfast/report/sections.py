@@ -96,7 +96,7 @@ class Section:
         """What all its jobs have in common: the protocol in its numbers."""
         jobs = [one.job for one in self.results]
         common = [k for k in jobs[0] if k not in _OWN and all(k in job and job[k] == jobs[0][k] for job in jobs)]
-        return [(name.replace("_", " "), _plain(jobs[0][name])) for name in common]
+        return [(name.replace("_", " "), said) for name in common if (said := _plain(jobs[0][name]))]
 
 
 def sections(results: Sequence[Result]) -> list[Section]:
@@ -116,7 +116,7 @@ def _section(protocol: str, title: str, tasks: int, results: list[Result], tried
     # One run for a seed: the newest. Counting a seed twice would make the spread look smaller than it is.
     latest: dict[tuple[str, float | None, str, str], dict[int, Result]] = {}
     differing = [name for name in _APART if len({str(one.made.get(name)) for one in results}) > 1]
-    for one in sorted(results, key=lambda one: str(one.made.get("date", ""))):
+    for one in sorted(results, key=lambda one: one.date):
         made = ", ".join(str(one.made.get(name, "unknown")) for name in differing)
         latest.setdefault((one.run.method, one.strength, _chosen_on(one), made), {})[one.run.seed] = one
     entries = [Entry(*key, tuple(by_seed[seed] for seed in sorted(by_seed))) for key, by_seed in latest.items()]
@@ -129,7 +129,7 @@ def _section(protocol: str, title: str, tasks: int, results: list[Result], tried
 
 def _alike(tried: list[Result]) -> list[Result]:
     """The runs on validation data that can be compared: made as the newest was, but for method and strength."""
-    in_time = sorted(tried, key=lambda one: str(one.made.get("date", "")))
+    in_time = sorted(tried, key=lambda one: one.date)
     return [one for one in in_time if _how(one) == _how(in_time[-1]) and not _differing([one.job, in_time[-1].job])]
 
 

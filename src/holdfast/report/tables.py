@@ -21,6 +21,13 @@ class Cell:
     text: str
     sort: float | str
 
+    @property
+    def key(self) -> str:
+        """What it is sorted by, as a browser reads it."""
+        if self.sort in (math.inf, -math.inf):
+            return "Infinity" if self.sort == math.inf else "-Infinity"
+        return "" if self.sort != self.sort else str(self.sort)
+
 
 @dataclass(frozen=True)
 class Row:

@@ -28,6 +28,7 @@ from .decoded import decoded
 from .files import Dataset, File, files, unverified
 from .readers import batch, idx, packed
 from .sources import members
+from .text import text_digest
 
 Folder = str | Path | None
 
@@ -97,7 +98,10 @@ def prepare(name: str) -> None:
 
 
 def origin(name: str) -> str | None:
-    """What it would be read from: a digest of packed pictures, "" where its name says it all; None if not here."""
+    """What it would be read from: a digest of packed pictures or of a text, "" where its name says it all; None if not
+    here."""
+    if name == "text":
+        return text_digest()
     dataset = _dataset(name)
     return "" if dataset is None else unverified(dataset)
 

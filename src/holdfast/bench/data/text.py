@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import codecs
+import functools
 import hashlib
 import sysconfig
 import warnings
@@ -35,7 +36,7 @@ class Text:
 
     @property
     def digest(self) -> str:
-        """SHA-256 of all domains: what is learned from depends on the version of Python, and a result should say so."""
+        """SHA-256 of all domains: what is learned from depends on the installation of Python, and a result says so."""
         total = hashlib.sha256()
         for name, text in sorted(self.domains.items()):
             total.update(f"{name} {len(text)} ".encode())
@@ -56,6 +57,12 @@ def text_domains() -> Text:
     if size < SIZE:
         warnings.warn(HoldfastWarning(f"This Python carries {size} bytes of each domain, not {SIZE}."), stacklevel=2)
     return Text("python", {name: torch.tensor(list(text[:size]), dtype=torch.uint8) for name, text in domains.items()})
+
+
+@functools.cache
+def text_digest() -> str:
+    """Of the text that this Python carries: its version does not say all, for parts of it may be missing."""
+    return text_domains().digest
 
 
 def _code() -> bytes:
