@@ -15,6 +15,7 @@ import platform
 import statistics
 import time
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
@@ -25,6 +26,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 import holdfast
+from holdfast.bench import training
 from holdfast.bench.catalog import METHODS
 from holdfast.bench.machine import present, warm
 from holdfast.bench.protocols import PROTOCOLS
@@ -57,18 +59,18 @@ def of_protocol(name: str, method: str, device: str, steps: int, rounds: int) ->
     return {**found, **(_kernels(way, model, tasks[1], many) if on_gpu else {})}
 
 
-def _kernels(way: Any, model: torch.nn.Module, task: Any, training: Any) -> dict[str, Any]:
+def _kernels(way: Any, model: torch.nn.Module, task: Any, numbers: Any) -> dict[str, Any]:
     """How many a step has, and microseconds a step of those that take longest."""
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
-        way.learn(model, task, Trainer(training))
+        way.learn(model, task, Trainer(numbers))
     spent: Counter[str] = Counter()
     count = 0
     for event in seen.events():
         if event.device_type == DeviceType.CUDA:
             count += 1
             spent[event.name] += event.device_time
-    longest = {name[:90]: round(total / training.steps, 1) for name, total in spent.most_common(_TOLD)}
-    return {"kernels": round(count / training.steps, 1), "microseconds": longest}
+    longest = {name[:90]: round(total / numbers.steps, 1) for name, total in spent.most_common(_TOLD)}
+    return {"kernels": round(count / numbers.steps, 1), "microseconds": longest}
 
 
 def main() -> None:
@@ -79,8 +81,11 @@ def main() -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--guessed", action="store_true", help="convolutions by cuDNN's guess, and not by a trial")
     parser.add_argument("--out", type=Path, help="write the results as JSON")
     options = parser.parse_args()
+    if options.guessed:
+        training._fastest = nullcontext
     if options.data:
         os.environ["HOLDFAST_DATA"] = str(options.data)
     device = present(options.device)
@@ -88,7 +93,7 @@ def main() -> None:
     results: dict[str, Any] = {
         "device": torch.cuda.get_device_name() if device.startswith("cuda") else f"CPU, {platform.machine()}",
         "torch": torch.__version__, "holdfast": holdfast.__version__, "date": date.today().isoformat(),
-        "steps": options.steps, "rounds": options.rounds,
+        "steps": options.steps, "rounds": options.rounds, "guessed": options.guessed,
     }  # fmt: skip
     for protocol in options.protocols.split(","):
         for method in options.methods.split(","):

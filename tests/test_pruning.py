@@ -94,7 +94,7 @@ def test_what_is_refused():
             holdfast.pruned_(model, scores, fraction=wrong)
     with pytest.raises(holdfast.ArgumentError, match=r"`2\.bias` are not all finite"):
         holdfast.pruned_(model, {**scores, "2.bias": torch.full((3,), math.nan)}, fraction=0.5)
-    with pytest.raises(holdfast.MismatchError, match="the set of scores has `head`, which the model lacks"):
+    with pytest.raises(holdfast.MismatchError, match="the set of scores has `head`, and the model nothing"):
         holdfast.pruned_(model, {**scores, "head": torch.zeros(3)}, fraction=0.5)
     with pytest.raises(holdfast.MismatchError, match=r"`2\.bias` has shape \(4,\)"):
         holdfast.pruned_(model, {**scores, "2.bias": torch.zeros(4)}, fraction=0.5)

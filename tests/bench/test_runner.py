@@ -134,6 +134,7 @@ def test_what_is_learned_instead_of_the_tasks_is_made_within_the_run(monkeypatch
     [
         ({"method": "ewc"}, "run takes a method"),
         ({"method": FineTuning}, "run takes a method"),
+        ({"method": nn.Linear(4, 2)}, "run takes a method"),
         ({"tasks": []}, "at least one task"),
         ({"make_model": nn.Linear(4, 2)}, "a function that makes a model"),
         ({"device": "tpu"}, "there is no device 'tpu'"),

@@ -82,7 +82,7 @@ def broken():
             holdfast.MismatchError,
             r"`weight` has shape \(3, 4\) in",
         ),
-        (nn.Linear(4, 3), BATCHES, {"moved": {}}, holdfast.MismatchError, "`weight`, `bias`, which `moved` lacks"),
+        (nn.Linear(4, 3), BATCHES, {"moved": {}}, holdfast.MismatchError, "`weight`, `bias`, and `moved` nothing"),
         (nn.Linear(4, 3), BATCHES, {"moved": "model.pt"}, holdfast.ArgumentError, "state_dict.* got str"),
         (nn.Linear(4, 3), BATCHES, {"moved": broken()}, holdfast.MismatchError, "not finite in `moved`"),
         (nn.Linear(4, 3), BATCHES, {"probes": 1}, holdfast.ArgumentError, "probes is a whole number, 3 at least"),

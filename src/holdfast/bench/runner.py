@@ -41,7 +41,8 @@ def run(
     `progress` is called after each with its name.
     """
     tasks = list(tasks)
-    if not tasks or isinstance(make_model, nn.Module) or isinstance(method, (str, type)):
+    one = not isinstance(method, type) and all(hasattr(method, name) for name in ("learn", "remember", "kept"))
+    if not tasks or isinstance(make_model, nn.Module) or not one:
         raise ArgumentError("run takes a method, at least one task, and a function that makes a model: lambda: net().")
     if method.kept:
         raise ArgumentError("this method has learned already, and would be held to that: make a new one for each run.")
