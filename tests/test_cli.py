@@ -173,6 +173,16 @@ def test_forecast_ranks_the_layers_of_a_checkpoint(tmp_path, suffix):
     torch.save(inside, tmp_path / "inside.ckpt")
     again = runner.invoke(app, ["forecast", str(tmp_path / "memory.safetensors"), str(tmp_path / "inside.ckpt")])
     assert again.output == result.output
+    twice = {f"ema.{name}": value for name, value in posterior.mean.items()}
+    twice |= {f"student.{name}": value for name, value in model.state_dict().items()}
+    torch.save({**twice, "a.0.weight": torch.ones(1), "a.0.bias": torch.ones(1)}, tmp_path / "twice.pt")
+    words = ["forecast", str(tmp_path / "memory.safetensors"), str(tmp_path / "twice.pt")]
+    asked = runner.invoke(app, words)
+    assert asked.exit_code == 1
+    assert "several times, inside ema., student.. Say which: --inside" in " ".join(asked.output.split())
+    assert runner.invoke(app, [*words, "--inside", "student."]).output == result.output
+    assert "0 nats" in runner.invoke(app, [*words, "--inside", "ema."]).output
+    assert "no such model inside 'a.'" in runner.invoke(app, [*words, "--inside", "a."]).output
     (tmp_path / "junk.pt").write_bytes(b"junk")
     (tmp_path / "empty.pt").write_bytes(b"")
     torch.save(model, tmp_path / "whole.pt")

@@ -17,7 +17,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from holdfast.bench import grid
-from holdfast.bench.jobs import Job, machine
+from holdfast.bench.jobs import Job, made_on
 from holdfast.bench.jobs import grid as combined
 from holdfast.bench.measures import Run
 from holdfast.bench.protocols import PROTOCOLS
@@ -36,7 +36,7 @@ def bench(*words, **options):
 
 
 def made(job, version=None):
-    made = machine("cpu") | ({"version": version} if version else {})
+    made = made_on("cpu") | ({"version": version} if version else {})
     return Result(job.config, Run(job.method, job.seed, [[0.9, 0.1], [0.7, 0.8]]), made)
 
 
@@ -81,7 +81,7 @@ def executed(monkeypatch):
         (["--workers", "2", "--dask", "tcp://127.0.0.1:8786"], "not both"),
         (["digits", "text", "--methods", "mas"], "mas does not apply to text: it is not for text"),
         (["text", "--methods", "ewc", "--sweep"], "text has no validation data to choose a strength on"),
-        (["digits", "--methods", "joint,frozen", "--sweep"], "joint, frozen has none"),
+        (["digits", "--methods", "joint,frozen", "--sweep"], "none has one: joint, frozen"),
         (["digits", "--sweep-tasks", "3"], "give both"),
         (["cifar10-class", "--methods", "ewc", "--workers", "2"], "CIFAR-10 was not found"),
         (["--out", "{file}"], "it is a file, not a folder"),
@@ -281,13 +281,14 @@ def test_a_command_makes_the_result_that_the_grid_looks_for(tmp_path):
 
 
 def test_a_sweep_has_a_command_for_each_method_and_says_why(tmp_path, executed):
-    words = ["digits", "--methods", "ewc,l2", "--seeds", "2", "--strengths", "1,10", "--sweep", "--sweep-tasks", "2"]
+    sweep = ["--strengths", "1,10", "--sweep", "--sweep-tasks", "2"]
+    words = ["digits", "--methods", "ewc,l2,joint", "--seeds", "2", *sweep]
     result = bench(*words, "--out", tmp_path, "--commands")
     assert "A sweep has two stages" in result.stderr
     lines = [shlex.split(line) for line in result.stdout.splitlines()]
     for line in lines:
         assert runner.invoke(app, line[1:]).exit_code == 0
-    assert [job.method for job in executed] == ["ewc"] * 4 + ["l2"] * 4
+    assert [job.method for job in executed] == ["ewc"] * 4 + ["l2"] * 4 + ["joint"] * 2
     assert sum(job.validating for job in executed) == 4
 
 
@@ -457,7 +458,7 @@ def test_workers_do_not_outlive_a_command_that_is_killed(started):
 def test_a_sweep_says_where_its_best_strength_is_the_last_one(tmp_path, monkeypatch):
     def execute(job, device, threads):
         right = min(0.9, 0.1 * job.strength)
-        return Result(job.config, Run(job.method, job.seed, [[0.9, 0.1], [right, 0.8]]), machine("cpu"))
+        return Result(job.config, Run(job.method, job.seed, [[0.9, 0.1], [right, 0.8]]), made_on("cpu"))
 
     monkeypatch.setattr(grid, "execute", execute)
     words = ["digits", "--methods", "ewc,l2", "--seeds", "1", "--sweep", "--out", tmp_path, *NUMBERS]

@@ -277,6 +277,26 @@ class TestAnswers:
             assert len(both.labels) <= max(rows)
             assert len(both.labels) >= min(rows[0] / share, max(rows)) - 2
 
+    @pytest.mark.parametrize("data", [(1e16, 1.0), (1e-9, 6e4), (1e19, 1e19), (5e307, 5e307)])
+    def test_however_far_apart_they_are(self, data):
+        one, other = (
+            holdfast.Answers(torch.randn(10, 3), torch.full((10,), index), "categorical", each)
+            for index, each in enumerate(data)
+        )
+        for both in (one + other, other + one):
+            assert len(both.labels) == 10
+            assert both.num_data == sum(data)
+            share = data[1] / sum(data)
+            assert float(both.labels.double().mean()) == pytest.approx(share, abs=0.1)
+
+    def test_more_than_there_are_numbers_is_refused_and_the_wider_dtype_is_kept(self):
+        one = holdfast.Answers(torch.randn(10, 3), torch.zeros(10).long(), "categorical", 1e308)
+        with pytest.raises(holdfast.ArgumentError, match="more examples than there are numbers"):
+            one + one
+        narrow = holdfast.Answers(torch.randn(10, 3).half(), torch.zeros(10).long(), "categorical", 10)
+        wide = holdfast.Answers(1e6 * torch.randn(10, 3), torch.zeros(10).long(), "categorical", 10)
+        assert (narrow + wide).outputs.dtype == torch.float32
+
     def test_many_small_tasks_beside_a_large_one_with_few_rows_are_let_in(self):
         """Each has less than half a row of its own."""
         one = holdfast.Answers(torch.randn(20, 3), torch.zeros(20).long(), "categorical", 20000)

@@ -403,9 +403,21 @@ def test_what_is_endless_sorts_as_a_number_and_versions_of_the_code_keep_their_e
     assert [Cell("", each).key for each in (math.inf, -math.inf, math.nan, 1.5, "a")] == [
         "Infinity", "-Infinity", "", "1.5", "a",
     ]  # fmt: skip
-    first, second = (short(f"kronecker-softened, strength 1 [0.1.0+{each}]") for each in ("cb25fc9b", "1f00ba42"))
-    assert first != second
-    assert len(first) == len(second) == 36
+    labels = [
+        f"kronecker-softened at {strength} [{device}0.1.0+{digest}]"
+        for strength in (0.1, 10, 100000)
+        for digest in ("cb25fc9b", "1f00ba42")
+        for device in ("", "CPU, x86_64, ")
+    ]
+    shown = {each: short(each) for each in labels if "CPU" not in each}
+    assert len(set(shown.values())) == len(shown)
+    assert all(len(short(each)) <= 36 for each in labels)
+    assert short("a name of one's own that is far too long for a legend") == "a name of one's own that is far too…"
+    rows = [[0.9, 0.1], [0.8, 0.9]]
+    several = [result("ewc", 0, rows, strength=s, made={"version": v}) for s in (1.0, 10.0) for v in ("1", "2")]
+    assert [entry.name for entry in sections(several)[0].entries] == [
+        "ewc [1]", "ewc [2]", "ewc at 10 [1]", "ewc at 10 [2]",
+    ]  # fmt: skip
 
 
 def test_the_newest_of_two_runs_is_so_by_the_clock_of_both():

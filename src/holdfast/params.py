@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 import functools
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -168,8 +169,16 @@ def adapted(model: nn.Module) -> list[str]:
     found = []
     for prefix, module, _ in _walked(model):
         kinds = {base.__name__ for base in type(module).__mro__}
-        if "BaseTunerLayer" in kinds and not module.merged and not module.disable_adapters and module.active_adapters:
-            found += [f"{prefix}{key}" for key, _ in module.base_layer.named_parameters(recurse=False)]  # type: ignore[union-attr]
+        if "BaseTunerLayer" not in kinds or module.merged or module.disable_adapters:
+            continue
+        layer: Any = module
+        here = {key for name in layer.adapter_layer_names for key in getattr(layer, name, ())}
+        active = [adapter for adapter in layer.active_adapters if adapter in here]
+        # LoRA leaves a bias as it is, unless it is told to add to it.
+        biases = "LoraLayer" not in kinds or any(getattr(layer, "lora_bias", {}).get(adapter) for adapter in active)
+        for key, _ in layer.base_layer.named_parameters(recurse=False) if active else ():
+            if biases or not key.endswith("bias"):
+                found.append(f"{prefix}{key}")
     return found
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from holdfast.bench import engines, grid
 from holdfast.bench.grid import Outcome, dask, others, processes, run_all, swept, trials
-from holdfast.bench.jobs import Job, code_version, machine
+from holdfast.bench.jobs import Job, code_version, made_on
 from holdfast.bench.jobs import grid as combined
 from holdfast.bench.measures import Run
 from holdfast.bench.protocols import PROTOCOLS
@@ -27,7 +27,7 @@ JOBS = combined([QUICK], ["fine-tuning", "ewc"], [0, 1])
 
 def made(job, average=0.5, **changes):
     run = Run(job.method, job.seed, [[average, 0.1], [average, average]])
-    return Result(job.config, run, {**machine("cpu", job.chosen), **changes})
+    return Result(job.config, run, {**made_on("cpu", job.chosen), **changes})
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from holdfast.bench.machine import present
 from holdfast.bench.measures import Run
 from holdfast.bench.protocols import PROTOCOLS
 from holdfast.bench.results import collected
-from holdfast.errors import ArgumentError, DataError, HoldfastWarning
+from holdfast.errors import ArgumentError, DataError
 from holdfast.report.sections import sections
 
 QUICK = PROTOCOLS["digits"].changed(tasks=2, epochs=1)
@@ -183,28 +183,41 @@ def test_a_run_of_ones_own_is_not_written_over_by_another(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"strength": -1.0}, {"strength": "high"}, {"strength": True}, {"strength": float("nan")}, {"protocol": 5}]
-)
+    "wrong",
+    [
+        {"strength": -1.0}, {"strength": "high"}, {"strength": True}, {"strength": float("nan")}, {"protocol": 5},
+        {"protocol": "half a pair \ud800"}, {"keeps_data": np.bool_(True)}, {"device": "gpu"}, {"device": "cuda:9"},
+    ],
+)  # fmt: skip
 def test_a_run_that_could_not_be_read_again_is_not_kept(tmp_path, wrong):
     with pytest.raises(ArgumentError):
         save(Run("mine", 3, [[0.9, 0.2], [0.7, 0.8]]), tmp_path, **{"protocol": "clouds", **wrong})
     with pytest.raises(ArgumentError, match="seed"):
         save(Run("mine", -1, [[0.9]]), tmp_path, protocol="clouds")
     assert not list(tmp_path.iterdir())
+    (tmp_path / "file").write_text("x", encoding="utf-8")
+    with pytest.raises(ArgumentError, match="cannot be kept in"):
+        save(Run("mine", 3, [[0.9]]), tmp_path / "file", protocol="clouds")
 
 
-def test_a_run_of_ones_own_is_written_over_a_damaged_file_and_under_any_name(tmp_path):
+def test_a_run_whose_likelihood_is_no_number_is_the_same_as_itself(tmp_path):
+    made = Run("mine", 3, [[0.9]], nll=[[float("nan")]])
+    assert save(made, tmp_path, protocol="clouds") == save(made, tmp_path, protocol="clouds")
+
+
+def test_a_run_of_ones_own_is_kept_under_any_name_and_over_no_damaged_file(tmp_path):
     made = Run("方法" * 60, 3, [[0.9, 0.2], [0.7, 0.8]])
     target = save(made, tmp_path, protocol="clouds", strength=np.float32(2.0))
-    target.write_text("{", encoding="utf-8")
-    with pytest.warns(HoldfastWarning, match="damaged.*It is written over"):
-        assert save(made, tmp_path, protocol="clouds", strength=2.0) == target
     assert [one.run for one in collected(tmp_path)] == [made]
+    target.write_text("{", encoding="utf-8")
+    with pytest.raises(ArgumentError, match=r"damaged.*Remove it, or save to another folder"):
+        save(made, tmp_path, protocol="clouds", strength=2.0)
 
 
 def test_a_text_is_known_by_what_it_is():
     job = Job(PROTOCOLS["text"], "fine-tuning", 0)
-    assert data.origin("text") == data.text_domains().digest
+    assert data.text_domains().digest.startswith(data.origin("text"))
+    assert len(data.origin("text")) == 12
     assert job.config["python"]
 
 

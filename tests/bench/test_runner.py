@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from holdfast.bench import FineTuning, Held, Split, Task, Training, diagonal, machine, run, runner
+from holdfast.bench import FineTuning, Held, Split, Task, Trainer, Training, batched, diagonal, machine, run, runner
+from holdfast.bench.distilled import true_inputs
 from holdfast.bench.tasks import joined
 from holdfast.errors import ArgumentError
 
@@ -78,11 +79,54 @@ def test_tasks_may_come_one_by_one_and_a_model_is_new_in_every_run():
     tasks = [task("one"), task("two")]
     assert len(run(FineTuning(), iter(tasks), lambda: nn.Linear(4, 2), TRAINING).accuracy) == 2
     net = nn.Linear(4, 2)
+    with pytest.raises(ArgumentError, match="no whole numbers"):  # before it was trained
+        run(FineTuning(), [task("odd", labels=torch.zeros(24))], lambda: net, TRAINING)
     run(FineTuning(), tasks, lambda: net, TRAINING)
-    with pytest.raises(ArgumentError, match="a run before has trained"):
-        run(FineTuning(), tasks, lambda: net, TRAINING)
+    for again in (net, nn.Sequential(net)):
+        with pytest.raises(ArgumentError, match="a run before has trained"):
+            run(FineTuning(), tasks, lambda again=again: again, TRAINING)
     with pytest.raises(ArgumentError, match="makes a model, a torch module, got int"):
         run(FineTuning(), tasks, lambda: 3, TRAINING)
+
+
+TOKENS = Training(epochs=1, batch_size=4, loss="tokens")
+
+
+def texts(rows=24, uncounted=12):
+    """Words that are their own next ones, and some after them that do not count."""
+    tokens = torch.randint(0, 5, (rows, 4), generator=torch.Generator().manual_seed(0))
+    after = torch.randint(0, 5, (rows, uncounted), generator=torch.Generator().manual_seed(1))
+    labels = torch.cat([tokens, torch.full_like(after, -100)], 1)
+    return torch.cat([tokens, after], 1), labels
+
+
+def test_tokens_that_do_not_count_change_nothing_of_what_is_remembered():
+    found = []
+    for uncounted in (0, 12):
+        x, y = texts(uncounted=uncounted)
+        words = Task("words", Split(x, y), Split(x, y))
+        torch.manual_seed(0)
+        model, trainer = nn.Embedding(5, 5), Trainer(TOKENS)
+        fisher = batched(4)(model, words, trainer)
+        found.append((fisher.entries["weight"], true_inputs(model, words, trainer).num_data, fisher.num_data))
+    torch.testing.assert_close(found[0][0], found[1][0])
+    assert found[0][1:] == found[1][1:] == (96, 96)
+
+
+def test_joint_training_of_texts_with_outputs_of_their_own():
+    x, y = texts()
+    tasks = [Task(f"{first}", Split(x, y), Split(x, y), tuple(range(first, first + 5))) for first in (0, 5)]
+    made = run(FineTuning(), tasks, lambda: nn.Embedding(5, 10), TOKENS, stages=lambda tasks: [joined(tasks)])
+    assert len(made.accuracy) == 1
+
+
+def test_a_look_at_tokens_of_which_none_counts_is_left_out():
+    x, y = texts(rows=1100)
+    late = y.clone()
+    late[:1050] = -100
+    made = run(FineTuning(), [Task("late", Split(x, y), Split(x, late)), Task("two", Split(x, y), Split(x, y))],
+               lambda: nn.Embedding(5, 5), TOKENS)  # fmt: skip
+    assert made.lowest == [None, None]
 
 
 class Noted(FineTuning):
@@ -135,6 +179,8 @@ def test_what_is_learned_instead_of_the_tasks_is_made_within_the_run(monkeypatch
         ({"method": "ewc"}, "run takes a method"),
         ({"method": FineTuning}, "run takes a method"),
         ({"method": nn.Linear(4, 2)}, "run takes a method"),
+        ({"make_model": None}, "run takes a method"),
+        ({"stages": [task("all")]}, "stages makes of the tasks"),
         ({"tasks": []}, "at least one task"),
         ({"make_model": nn.Linear(4, 2)}, "a function that makes a model"),
         ({"device": "tpu"}, "there is no device 'tpu'"),

@@ -602,6 +602,45 @@ def test_a_budget_of_the_merged_weights_by_probes(again):
     assert max(told.by_outputs, told.by_probabilities) < 0.22
 
 
+@pytest.mark.parametrize("bias", ["none", "lora_only", "all"])
+def test_a_memory_of_adapters_and_of_the_biases_that_train_beside_them(bias):
+    """LoRA adds nothing to a bias: what trains of it is remembered, held and restored as it is."""
+    plain, _ = remembered()
+    model = adapted(plain, target_modules=["0", "2"], filled=True, bias=bias)
+    data = [points(1, 20)]
+    fisher = holdfast.diagonal_fisher(model, data, holdfast.categorical)
+    assert ("0.bias" in fisher.shapes) == (bias != "none")
+    posterior = holdfast.consolidate(holdfast.prior(model), model, fisher)
+    before = {name: parameter.detach().clone() for name, parameter in trainable(model).items()}
+    optimizer = torch.optim.SGD(list(trainable(model).values()), lr=1e-2)
+    with holdfast.hold(optimizer, model, posterior, num_data=N):
+        train(model, optimizer, points(2, N), holdfast.categorical, steps=3)
+    assert float(holdfast.penalty(model, posterior).detach()) > 0
+    assert holdfast.forecast(model, posterior).rise > 0
+    holdfast.restore_(model, posterior)
+    assert all(torch.equal(before[name], parameter) for name, parameter in trainable(model).items())
+
+
+def test_an_adapter_that_a_layer_does_not_have_adds_nothing_there():
+    plain, posterior = remembered()
+    model = adapted(plain, target_modules=["0"], filled=True)
+    model.add_adapter("other", peft.LoraConfig(r=2, target_modules=["2"]))
+    with pytest.raises(holdfast.MismatchError, match=r"added to `0.weight`"):
+        holdfast.penalty(model, posterior)
+    model.set_adapter("other")
+    with pytest.raises(holdfast.MismatchError, match=r"added to `2.weight` as"):
+        holdfast.penalty(model, posterior)
+
+
+def test_a_flat_prior_of_the_weights_is_no_memory_of_them():
+    """Made before there were adapters: it knows nothing of W, and nothing is said of W."""
+    plain, _ = remembered()
+    flat_prior = holdfast.prior(plain)
+    model = adapted(plain, target_modules=["0"], filled=True)
+    fisher = holdfast.diagonal_fisher(model, [points(1, 20)], holdfast.categorical)
+    assert holdfast.consolidate(flat_prior, model, fisher).num_data == 20
+
+
 @far
 @pytest.mark.parametrize("kept_with", [True, False])
 def test_a_budget_of_the_merged_weights_sees_statistics_that_the_memory_lacks(kept_with):

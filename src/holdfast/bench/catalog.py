@@ -16,8 +16,8 @@ from .heads import ExactHead, Shell
 from .methods import (
     FineTuning,
     Held,
+    HeldByPath,
     Method,
-    Recorded,
     batched,
     decayed,
     diagonal,
@@ -88,7 +88,7 @@ METHODS: dict[str, Entry] = {
     "ewc-observed": Entry(lambda s: Held(diagonal("observed"), strength=s), "EWC, the data's labels"),
     "ewc-batched": Entry(lambda s: Held(batched(), strength=s), "EWC as often coded: squares of batch gradients"),
     "ewc-hessian": Entry(lambda s: Held(hessian(), strength=s), "F′: the Hessian's diagonal, negatives at zero"),
-    "si": Entry(lambda s: Recorded(s), "synaptic intelligence: Λ from the path that training took"),
+    "si": Entry(lambda s: HeldByPath(s), "synaptic intelligence: Λ from the path that training took"),
     "mas": Entry(
         lambda s: Held(sensitive, strength=s), "memory-aware synapses: no labels; its scale is its own", need=_IMAGES
     ),

@@ -17,7 +17,7 @@ from ..likelihood import gaussian
 from ..posterior import Memory, Posterior, consolidate, prior
 from ..precision import Precision
 from ..probes import GaussianProbes, Probes, gaussian_probes, kept_inputs
-from .methods import BATCH, Curvature
+from .methods import BATCH, Curvature, carried
 from .tasks import Split, Task
 from .training import Trainer
 
@@ -25,7 +25,7 @@ from .training import Trainer
 _PART = 0.3
 
 # What is kept of a task's inputs.
-Kept = Callable[[nn.Module, Task], Probes]
+Kept = Callable[[nn.Module, Task, Trainer], Probes]
 
 
 @dataclass
@@ -60,7 +60,7 @@ class Distilled:
         self.known = (
             consolidate(before, model, self.curvature(model, task, trainer)) if self.curvature else prior(model)
         )  # fmt: skip
-        kept = self.keep(model, task) if self.keep else float(trainer.training.count(task.train.y))
+        kept = self.keep(model, task, trainer) if self.keep else float(trainer.training.count(task.train.y))
         self.parts.append((_emptied(task), kept))
         if self.merge:  # now, not when they are used: what is carried on does not grow
             self.parts = [
@@ -70,9 +70,7 @@ class Distilled:
     @property
     def kept(self) -> list[Tensor]:
         found = [tensor for _, part in self.parts if isinstance(part, Probes) for tensor in part.tensors.values()]
-        if self.known is not None:
-            found += [*self.known.mean.values(), *self.known.precision.tensors.values()]
-        return found
+        return found + carried(self.known)
 
     def _groups(self) -> list[tuple[Task, Any]]:
         """The old tasks that are answered by the same outputs, together."""
@@ -100,12 +98,12 @@ def _emptied(task: Task) -> Task:
 
 def probes(rank: int | None = None) -> Kept:
     """Mean and a low-rank covariance of the inputs: 100 directions, if not said."""
-    return lambda model, task: gaussian_probes(task.train.batches(1000), rank=rank)
+    return lambda model, task, trainer: gaussian_probes(task.train.batches(1000), rank=rank)
 
 
 def feature_probes(rank: int | None = None) -> Kept:
     """The same of the features that the first linear layer takes."""
-    return lambda model, task: gaussian_probes(
+    return lambda model, task, trainer: gaussian_probes(
         task.train.batches(1000), rank=rank, model=model, layer=features(model)
     )  # fmt: skip
 
@@ -139,16 +137,17 @@ def of_features(model: nn.Module, task: Task, trainer: Trainer) -> Precision:
 def own_words(count: int = 1000) -> Kept:
     """Text that the model writes, from first bytes that sequences of the task had."""
 
-    def found(model: nn.Module, task: Task) -> Probes:
+    def found(model: nn.Module, task: Task, trainer: Trainer) -> Probes:
         starts = task.train.first(count).x[:, :1]
         length, batch = task.train.first(1).x.shape[1], min(count, 250)
-        return own_text(model, count=count, length=length, num_data=task.train.y.numel(), start=starts, batch=batch)
+        size = trainer.training.count(task.train.y)
+        return own_text(model, count=count, length=length, num_data=size, start=starts, batch=batch)
 
     return found
 
 
-def true_inputs(model: nn.Module, task: Task) -> Probes:
+def true_inputs(model: nn.Module, task: Task, trainer: Trainer) -> Probes:
     """The old inputs themselves, without their labels: the most that probes could be."""
-    unit = "token" if task.train.y.ndim > 1 else "example"  # a label at every position
+    training = trainer.training
     with torch.no_grad():
-        return kept_inputs(task.train.x, num_data=task.train.y.numel(), unit=unit)
+        return kept_inputs(task.train.x, num_data=training.count(task.train.y), unit=training.unit)

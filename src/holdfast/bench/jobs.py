@@ -9,7 +9,6 @@ import hashlib
 import os
 import platform
 import threading
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -21,15 +20,14 @@ import torch
 from torch import nn
 
 from .. import __version__
-from ..errors import ArgumentError, DataError, HoldfastWarning, require_number
+from ..errors import ArgumentError, DataError, require_number
 from . import data, results
 from .catalog import JOINT, METHODS, one_of
-from .machine import present
+from .machine import present, usable
 from .measures import Run, best
 from .protocols import Protocol
 from .results import Result
 from .runner import run
-from .sound import require_sound
 from .tasks import joined
 
 # What decides a run's numbers; how they are shown does not.
@@ -143,7 +141,7 @@ def execute(
             torch.set_num_threads(threads)
         try:
             origin = data.origin(job.protocol.dataset)
-            return Result(job.config, _made(job, device, progress), machine(device, job.chosen, origin))
+            return Result(job.config, _made(job, device, progress), made_on(device, job.chosen, origin))
         finally:
             if device.startswith("cuda"):  # what this process keeps in reserve, the others on the GPU go without
                 gc.collect()
@@ -180,21 +178,21 @@ def save(
     Methods are told apart by their names and strengths: another run under the same is not written over. One that
     `keeps_data` looks at old data again, and is no yardstick for those that do not.
     """
-    folder = Path(folder)
+    folder, device = Path(folder), usable(device)
     if strength is not None:
         strength = require_number(strength, "a strength")
     config: dict[str, Any] = {
         "protocol": protocol, "description": description, "numbers": {}, "method": made.method, "strength": strength,
         "seed": made.seed, "validating": False, "chosen": False, "keeps_data": keeps_data,
     }  # fmt: skip
-    result = Result(config, made, machine(device))
+    result = Result(config, made, made_on(device))
     try:
-        require_sound(result.job, result.made, made)
-    except (ValueError, TypeError, LookupError) as error:
-        raise ArgumentError(f"this run could not be read again: {error}.") from error
-    folder.mkdir(parents=True, exist_ok=True)
+        results.require_readable(result)
+        folder.mkdir(parents=True, exist_ok=True)
+    except (DataError, OSError) as error:
+        raise ArgumentError(f"this run cannot be kept in {folder}: {error}") from error
     target = results.path(folder, {**config, "device": device.partition(":")[0]}, code_version())
-    if _there(target) not in (None, _known(made)):
+    if target.exists() and _known(_there(target)) != _known(made):
         raise ArgumentError(
             f"{folder} has a run of {made.method!r} with seed {made.seed} on {protocol!r}, and this is another one. "
             "Give each method a name of its own, run(..., name=...), or a strength; or remove the file "
@@ -204,18 +202,16 @@ def save(
     return target
 
 
-def _there(target: Path) -> tuple[Any, ...] | None:
-    """What a file's run came to; nothing where there is no file, or a damaged one, which is written over."""
+def _there(target: Path) -> Run:
     try:
-        return _known(results.read(target).run) if target.exists() else None
+        return results.read(target).run
     except DataError as error:
-        warnings.warn(f"{error} It is written over.", HoldfastWarning, stacklevel=3)
-        return None
+        raise ArgumentError(f"{error} Remove it, or save to another folder.") from error
 
 
-def _known(made: Run) -> tuple[Any, ...]:
-    """What a run came to, and not how long it took."""
-    return made.accuracy, made.nll
+def _known(made: Run) -> str:
+    """What a run came to, and not how long it took; what is no number is the same as itself."""
+    return repr((made.accuracy, made.nll))
 
 
 def _training(job: Job) -> Any:
@@ -226,9 +222,10 @@ def _training(job: Job) -> Any:
     return training
 
 
-def machine(device: str, chosen: bool = False, origin: str | None = None) -> dict[str, Any]:
+def made_on(device: str, chosen: bool = False, origin: str | None = None) -> dict[str, Any]:
     """What a run was made with, and from what, where that has no name."""
-    where = torch.cuda.get_device_name() if device.startswith("cuda") else f"CPU, {platform.machine()}"
+    where = torch.cuda.get_device_name() if device.startswith("cuda") else device
+    where = f"CPU, {platform.machine()}" if device == "cpu" else where
     return {
         "version": code_version(), "device": where, "torch": torch.__version__, "python": platform.python_version(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"), "threads": torch.get_num_threads(),

@@ -30,6 +30,15 @@ def present(device: str) -> str:
     raise ArgumentError(f"there is no device {device!r}: it is cpu, cuda, cuda:1 and so on, or auto.")
 
 
+def usable(device: str) -> str:
+    """The same; and other kinds that torch knows as they are, for they need nothing of their own here."""
+    try:
+        other = torch.device(device).type not in ("cpu", "cuda")
+    except RuntimeError:
+        other = False
+    return device if other else present(device)
+
+
 @functools.cache
 def warm(device: str) -> None:
     """Use once what libraries set up at their first use, which is no part of what the first run costs."""
@@ -42,7 +51,10 @@ def warm(device: str) -> None:
 
 
 class Meter:
-    """The seconds of a phase, and the most bytes in use: the GPU's, or the process's where the system tells."""
+    """The seconds of a phase, and the most bytes in use: the GPU's, or the process's where the system tells.
+
+    What a process frees in small pieces it may keep, and then it counts on.
+    """
 
     def __init__(self, device: str) -> None:
         self._device = device

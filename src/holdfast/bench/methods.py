@@ -67,6 +67,11 @@ class FineTuning:
         return []
 
 
+def carried(known: Posterior | None) -> list[Tensor]:
+    """The tensors of what is known."""
+    return [] if known is None else [*known.mean.values(), *known.precision.tensors.values()]
+
+
 # How Λ is found of a task, and how what was known and it become what is known.
 Curvature = Callable[[nn.Module, Task, Trainer], Precision]
 Update = Callable[[Posterior, nn.Module, Precision], Posterior]
@@ -101,12 +106,11 @@ class Held:
 
     @property
     def kept(self) -> list[Tensor]:
-        known = self.posterior
-        return [] if known is None else [*known.mean.values(), *known.precision.tensors.values()]
+        return carried(self.posterior)
 
 
 @dataclass
-class Recorded:
+class HeldByPath:
     """Synaptic intelligence (Zenke 2017): hold to what was known, with Λ from the path that training took."""
 
     strength: float = 1.0
@@ -136,8 +140,7 @@ class Recorded:
 
     @property
     def kept(self) -> list[Tensor]:
-        known = self.posterior
-        return [] if known is None else [*known.mean.values(), *known.precision.tensors.values()]
+        return carried(self.posterior)
 
 
 def sensitive(model: nn.Module, task: Task, trainer: Trainer) -> Precision:
@@ -223,9 +226,7 @@ def batched(size: int = 128) -> Curvature:
         for x, y in task.train.batches(size):
             loss = training.mean(training.losses(task.logits(model, x), y), y)
             for name, grad in zip(params, torch.autograd.grad(loss, list(params.values())), strict=True):
-                sums[name] += (
-                    y.numel() if training.loss == "tokens" else len(y)
-                ) * grad.square()  # the mean over batches, times the number of examples
+                sums[name] += training.count(y) * grad.square()  # the mean over batches, times the number of examples
         size_of_it = float(training.count(task.train.y))
         source = Source(f"{task.name}, {trainer.seed}", size_of_it, training.unit, training.loss, f"batches of {size}")
         return Diagonal(sums, (source,))

@@ -93,6 +93,15 @@ def write(target: Path, result: Result) -> None:
         ) from error
 
 
+def require_readable(result: Result) -> None:
+    """Raise a DataError that says why, where a result would not be read again."""
+    try:
+        text = json.dumps(_plain(result), allow_nan=False).encode()
+    except (TypeError, ValueError) as error:
+        raise DataError(f"it could not be written: {error}.") from error
+    _parsed(text, "it")
+
+
 def bundle(results: Iterable[Result], target: Path) -> None:
     """Write many results as one file, a line of JSON for each. The same results make the same file, in any order."""
     if target.suffix != _BUNDLE:

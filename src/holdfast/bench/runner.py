@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from weakref import WeakSet
+from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
 
 from ..errors import ArgumentError
-from .machine import Meter, in_use, present, warm
+from .machine import Meter, in_use, usable, warm
 from .measures import Run
 from .methods import Method
-from .tasks import Task
-from .training import UNCOUNTED, Trainer, Training
+from .tasks import UNCOUNTED, Task
+from .training import Trainer, Training
 
 _BATCH = 5000  # of a test
-_TRAINED: WeakSet[nn.Module] = WeakSet()  # of all runs of this process
+_TRAINED: WeakValueDictionary[int, nn.Parameter] = WeakValueDictionary()  # by all runs of this process, by id
 _GLANCE = 1000  # test examples of each task that are looked at while the next one is learned
 
 
@@ -42,11 +43,13 @@ def run(
     """
     tasks = list(tasks)
     one = not isinstance(method, type) and all(hasattr(method, name) for name in ("learn", "remember", "kept"))
-    if not tasks or isinstance(make_model, nn.Module) or not one:
+    if not tasks or isinstance(make_model, nn.Module) or not callable(make_model) or not one:
         raise ArgumentError("run takes a method, at least one task, and a function that makes a model: lambda: net().")
+    if stages is not None and not callable(stages):
+        raise ArgumentError("stages makes of the tasks what is learned, such as lambda tasks: [joined(tasks)].")
     if method.kept:
         raise ArgumentError("this method has learned already, and would be held to that: make a new one for each run.")
-    device = device if _other(device) else present(device)
+    device = usable(device)
     warm(device)
     accuracy, nll, lowest, settled, kept = [], [], [], [], []
     learning: list[Meter] = []
@@ -57,6 +60,7 @@ def run(
         model = _fresh(make_model()).to(device)
         model.eval()
         _require_answers(model, tasks, training)
+        _TRAINED.update({id(parameter): parameter for parameter in model.parameters()})
         untrained = [_judged(model, task.judged_after(task), training)[0] for task in tasks]
         trainer = Trainer(training, seed)
         for stage, task in enumerate(learned):
@@ -87,12 +91,11 @@ def _fresh(model: nn.Module) -> nn.Module:
     """A model that no run has trained yet."""
     if not isinstance(model, nn.Module):
         raise ArgumentError(f"a run's function makes a model, a torch module, got {type(model).__name__}.")
-    if model in _TRAINED:
+    if any(_TRAINED.get(id(parameter)) is parameter for parameter in model.parameters()):
         raise ArgumentError(
             "this run's function gave a model that a run before has trained: make a new one at every call, such as "
             "lambda: copy.deepcopy(net)."
         )
-    _TRAINED.add(model)
     return model
 
 
@@ -103,14 +106,6 @@ def _drawn_from(seed: int, device: str) -> Iterator[None]:
     with torch.random.fork_rng(range(torch.cuda.device_count()) if seeded else []):  # all are seeded by one call
         torch.manual_seed(seed)
         yield
-
-
-def _other(device: str) -> bool:
-    """Whether a device is of a kind that torch knows, and that needs nothing of its own here."""
-    try:
-        return torch.device(device).type not in ("cpu", "cuda")
-    except RuntimeError:
-        return False
 
 
 def _require_answers(model: nn.Module, tasks: Sequence[Task], training: Training) -> None:
@@ -136,7 +131,8 @@ def _require_answers(model: nn.Module, tasks: Sequence[Task], training: Training
 
 @torch.no_grad()
 def _judged(model: nn.Module, task: Task, training: Training, count: int | None = None) -> tuple[float, float]:
-    """The share of answers that are right on the test data, and the negative log-likelihood of the labels."""
+    """The share of answers that are right on the test data, and the negative log-likelihood of the labels; no numbers
+    where none of it counts."""
     data = task.test if count is None else task.test.first(count)
     right = torch.zeros((), dtype=torch.float64, device=data.y.device)
     loss, answers = torch.zeros_like(right), 0
@@ -145,7 +141,7 @@ def _judged(model: nn.Module, task: Task, training: Training, count: int | None 
         right += (logits.argmax(-1) == y).sum()
         loss += training.losses(logits, y).sum()
         answers += training.count(y)
-    return float(right) / answers, float(loss) / answers
+    return (float(right) / answers, float(loss) / answers) if answers else (math.nan, math.nan)
 
 
 def _glance(
@@ -159,6 +155,7 @@ def _glance(
     def look(steps: int) -> None:
         with meter.paused():
             found = [_judged(model, other.judged_after(task), training, _GLANCE)[0] for other in earlier]
-        seen.append(statistics.fmean(found))
+        if told := [each for each in found if not math.isnan(each)]:
+            seen.append(statistics.fmean(told))
 
     return look

@@ -51,7 +51,7 @@ class Turned:
 
 @dataclass(frozen=True)
 class Colors:
-    """Images with each channel shifted and scaled to mean 0 and deviation 1 over the training data."""
+    """Images with each channel shifted and scaled to mean 0 and deviation 1."""
 
     mean: tuple[float, ...]
     deviation: tuple[float, ...]
@@ -77,13 +77,12 @@ def held_out(images: Images, count: int) -> Images:
 def permuted(images: Images, count: int, seed: int, margin: int = 0, scaled: bool = False) -> list[Task]:
     """The pixels in a new order for every task, the first included: the same labels, from inputs that conflict.
 
-    With `scaled` they are shifted and scaled to mean 0 and deviation 1 over the training data, the margin left out.
+    With `scaled` they are shifted and scaled to mean 0 and deviation 1, the margin left out.
     """
     channels, height, width = images.train_x.shape[1:]
     size = channels * (height + 2 * margin) * (width + 2 * margin)
     generator = torch.Generator().manual_seed(seed)
-    part = images.train_x[:10000].float() / 255
-    mean, deviation = (float(part.mean()), float(part.std())) if scaled else (0.0, 1.0)
+    mean, deviation = map(float, _moments(images, (0, 1, 2, 3))) if scaled else (0.0, 1.0)
     views = [Pixels(torch.randperm(size, generator=generator), margin, mean, deviation) for _ in range(count)]
     return [
         Task(f"order {index}", Split(images.train_x, images.train_y, view), Split(images.test_x, images.test_y, view))
@@ -142,7 +141,11 @@ def _whole(codes: Tensor) -> Tensor:
 
 
 def _standardized(images: Images) -> Colors:
+    mean, deviation = _moments(images, (0, 2, 3))
+    return Colors(tuple(mean.tolist()), tuple(deviation.tolist()))
+
+
+def _moments(images: Images, over: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """The mean and the deviation of the first 10,000 training images, which do for all."""
     part = images.train_x[:10000].float() / 255
-    return Colors(
-        tuple(part.mean((0, 2, 3)).tolist()), tuple(part.std((0, 2, 3)).clamp(min=1e-3).tolist())
-    )  # fmt: skip
+    return part.mean(over), part.std(over).clamp(min=1e-3)

@@ -13,6 +13,8 @@ from ..errors import ArgumentError
 
 View = Callable[[Tensor], Tensor]
 
+UNCOUNTED = -100  # the label of a token that is not to be answered
+
 # Instead of −∞, whose products with zero are not numbers: its exponential is zero all the same.
 _IMPOSSIBLE = -1e4
 
@@ -130,7 +132,8 @@ def joined(tasks: Sequence[Task]) -> Task:
             raise ArgumentError(f"`{task.name}` is answered by all outputs, and other tasks by their own: which is it?")
         may = torch.zeros(width, dtype=torch.bool)
         may[list(task.outputs)] = True
-        labels.append(task.train.y + task.outputs[0])
+        y = task.train.y
+        labels.append(torch.where(y == UNCOUNTED, y, y + task.outputs[0]))
         allowed.append(may.expand(len(task.train), width))
     return Task("all tasks", Split(x, torch.cat(labels), None, torch.cat(allowed).to(x.device)), tasks[-1].test)
 

@@ -18,12 +18,10 @@ from ..devices import sent
 from ..errors import ArgumentError, require_number
 from ..hold import Handle
 from ..likelihood import Likelihood, categorical, gaussian, tokens
-from .tasks import Task, masked
+from .tasks import UNCOUNTED, Task, masked
 
 Attach = Callable[[Optimizer], AbstractContextManager[Any]]
 Loss = Literal["cross-entropy", "squared", "tokens"]
-
-UNCOUNTED = -100  # the label of a token that is not to be answered
 
 
 @dataclass(frozen=True)
@@ -87,7 +85,8 @@ class Training:
         if allowed is not None:
             logs = masked(logits, allowed).log_softmax(-1)
             even = (logs * allowed).sum(-1) / allowed.sum(-1)
-            return -(1 - smoothing) * logs.gather(-1, y.unsqueeze(-1)).squeeze(-1) - smoothing * even
+            said = logs.gather(-1, y.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+            return torch.where(y == UNCOUNTED, 0.0, -(1 - smoothing) * said - smoothing * even)
         flat, labels = logits.flatten(0, -2), y.flatten()
         return F.cross_entropy(flat, labels, reduction="none", label_smoothing=smoothing)
 
@@ -238,6 +237,7 @@ class _Steps:
         allowed = None if self._allowed is None else self._allowed[rows]
         if allowed is not None:
             logits = logits[..., : allowed.shape[-1]]
+            allowed = allowed.view(len(allowed), *(1,) * (logits.ndim - 2), -1)  # the same at every position
         return self._numbers.mean(self._numbers.losses(logits, y, self._numbers.label_smoothing, allowed), y)
 
 

@@ -10,7 +10,7 @@ from torch.optim import Adam
 from ..likelihood import Likelihood, custom
 from ..posterior import Posterior, consolidate, prior
 from ..variational import IVON, mean_field
-from .methods import Curvature
+from .methods import Curvature, carried
 from .tasks import Task
 from .training import Trainer, Training, Way
 
@@ -45,7 +45,7 @@ class MeanFieldChain:
 
     @property
     def kept(self) -> list[Tensor]:
-        return _kept(self.posterior)
+        return carried(self.posterior)
 
 
 @dataclass
@@ -77,7 +77,7 @@ class IvonChain:
 
     @property
     def kept(self) -> list[Tensor]:
-        return _kept(self.posterior)
+        return carried(self.posterior)
 
 
 def _likelihood(training: Training) -> Likelihood:
@@ -88,12 +88,8 @@ def _likelihood(training: Training) -> Likelihood:
     def smoothed(output: Tensor, y: Tensor) -> Tensor:
         return training.losses(output, y, training.label_smoothing).reshape(len(y), -1).sum(1)
 
-    counted = (lambda y: float(y.numel())) if training.unit == "token" else None
+    counted = (lambda y: float(training.count(y))) if training.unit == "token" else None
     return custom(smoothed, name=f"{training.loss}, smoothed", unit=training.unit, count=counted)
-
-
-def _kept(known: Posterior | None) -> list[Tensor]:
-    return [] if known is None else [*known.mean.values(), *known.precision.tensors.values()]
 
 
 def _width(model: nn.Module, task: Task) -> int:

@@ -99,7 +99,7 @@ class _Asked:
 
         chosen = [one_of(name, PROTOCOLS, "protocol").changed(**changes) for name in protocols]
         names = [name.strip() for name in methods.split(",") if name.strip()]
-        if methods == "all":  # that apply
+        if "all" in names:  # that apply
             names = [name for name, entry in METHODS.items() if all(map(entry.fits, chosen))]
             some = [name for name, entry in METHODS.items() if any(map(entry.fits, chosen)) and name not in names]
             if some:
@@ -122,7 +122,7 @@ class _Asked:
             _numbers(strengths, "strengths", float) if strengths is not None else list(STRENGTHS) if sweep else [1.0]
         )
         if sweep and not any(METHODS[name].has_strength for name in names):
-            raise ArgumentError(f"--sweep chooses strengths, and {', '.join(names)} has none.")
+            raise ArgumentError(f"--sweep chooses strengths, and of these methods none has one: {', '.join(names)}.")
         if sweep and len(set(found)) < 2:
             raise ArgumentError("--sweep chooses among strengths: give two or more, with commas.")
         if SWEEP_SEED in which:
@@ -241,10 +241,13 @@ def _print_commands(
         "method, for all seeds.",
         file=sys.stderr,
     )
+    from ..bench.catalog import METHODS
+
     for protocol in asked.protocols:
         for method in asked.methods:
-            how = ["--sweep", "--sweep-tasks", str(sweep)]
-            _print_command(protocol.name, method, asked.seeds, asked.strengths, how, shared)
+            tuned = METHODS[method].has_strength
+            how = ["--sweep", "--sweep-tasks", str(sweep)] if tuned else []
+            _print_command(protocol.name, method, asked.seeds, asked.strengths if tuned else [1.0], how, shared)
 
 
 def _print_command(

@@ -18,7 +18,7 @@ from ..file import HEAD
 from ..forecast import Forecast
 from ..forecast import forecast as foretold
 from ..head import LinearHead
-from ..posterior import Memory, Posterior
+from ..posterior import Memory
 from ..posterior import merge as merged
 from ..storage import inspect as inspected
 from ..storage import load, save
@@ -80,12 +80,15 @@ def forecast(
     checkpoint: Annotated[
         Path, typer.Argument(help="Weights of the same model: .safetensors, or what torch.save wrote.")
     ],
+    inside: Annotated[
+        str | None, typer.Option(help="What stands before the names there, such as `student.`; else it is looked for.")
+    ] = None,
 ) -> None:
     """Say how much of what a memory knows a checkpoint has lost: a local estimate, which ranks checkpoints."""
 
     def work() -> Forecast:
         known = load(memory)
-        return foretold(_of_model(_weights(checkpoint), known), known)
+        return foretold(_of_model(_weights(checkpoint), known, inside), known)
 
     said = or_exit(work)
     console.print(f"[bold]{said.rise:.4g}[/bold] nats per old {escape(said.unit)}, by the quadratic:")
@@ -139,27 +142,40 @@ def _is_weight(value: object) -> bool:
     return isinstance(value, torch.Tensor) and value.is_floating_point() and value.layout == torch.strided
 
 
-def _of_model(weights: dict[str, torch.Tensor], memory: Memory) -> dict[str, torch.Tensor]:
-    """The weights under the names that the memory has for them: without a wrapper's prefix, or a tied one's other."""
+def _of_model(weights: dict[str, torch.Tensor], memory: Memory, inside: str | None) -> dict[str, torch.Tensor]:
+    """The weights under the names that the memory has for them: without what stands before them, of a wrapper or a
+    module around the model, and where a tied one has another name there."""
+    fitting = {prefix: found for prefix in _prefixes(weights, memory) if (found := _fitting(weights, memory, prefix))}
+    if inside is None and "" not in fitting and len(fitting) > 1:
+        raise ArgumentError(
+            f"the checkpoint has this model several times, inside {', '.join(sorted(fitting))}. Say which: --inside "
+            f"{min(fitting)}"
+        )
+    if inside is not None and inside not in fitting:
+        raise ArgumentError(f"the checkpoint has no such model inside {inside!r}.")
+    prefix = inside if inside is not None else "" if "" in fitting or not fitting else next(iter(fitting))
+    beside = {name.removeprefix(prefix): each for name, each in weights.items() if name.startswith(prefix)}
+    return {**beside, **fitting.get(prefix, {})}
+
+
+def _prefixes(weights: dict[str, torch.Tensor], memory: Memory) -> set[str]:
+    """What may stand before the names that a memory has, by the first of them."""
     known = memory.posterior
-    for prefix in _prefixes(weights, known):
-        found = {}
-        for name in known.mean:
-            there = next((each for each in (name, *known.ties.get(name, ())) if prefix + each in weights), None)
-            if there is not None:
-                found[name] = weights[prefix + there]
-        if len(found) == len(known.mean):
-            beside = {name.removeprefix(prefix): each for name, each in weights.items() if name.startswith(prefix)}
-            return {**beside, **found}
-    return weights
-
-
-def _prefixes(weights: dict[str, torch.Tensor], known: Posterior) -> list[str]:
-    """What may stand before the names that a memory has, of a wrapper or a module around it, by the first of them."""
     name = next(iter(known.mean))
     names = (name, *known.ties.get(name, ()))
     found = {key.removesuffix(each) for key in weights for each in names if key.endswith(each)}
-    return sorted((prefix for prefix in found if not prefix or prefix.endswith(".")), key=len)
+    return {prefix for prefix in found if not prefix or prefix.endswith(".")}
+
+
+def _fitting(weights: dict[str, torch.Tensor], memory: Memory, prefix: str) -> dict[str, torch.Tensor]:
+    """What is there for each name of a memory, in the same shape; nothing where that is not all of it."""
+    known, found = memory.posterior, {}
+    for name, mean in known.mean.items():
+        there = next((each for each in (name, *known.ties.get(name, ())) if prefix + each in weights), None)
+        if there is None or weights[prefix + there].shape != mean.shape:
+            return {}
+        found[name] = weights[prefix + there]
+    return found
 
 
 def _of_memory(facts: dict[str, Any]) -> list[tuple[str, object]]:

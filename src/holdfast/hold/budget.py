@@ -37,7 +37,7 @@ class Spent:
     budget: float
     rise: float
     strength: float  # where it settled
-    kept: float  # how much of the way from the old weights the model went: 1 where the finish had nothing to do
+    kept: float  # how much of the way from the old weights the last finish left: 1 where it had nothing to do
     by: str  # what the rise is told by
 
     def __str__(self) -> str:

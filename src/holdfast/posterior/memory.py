@@ -138,7 +138,7 @@ def restore_(model: nn.Module, memory: Posterior | Memory) -> None:
     posterior = as_posterior(memory)
     resharded(model)
     params = matched(model, shapes(posterior.mean), ties=posterior.ties)
-    require_not_adapted(model, params, "Take it off, model = model.unload(), and restore that.")
+    require_not_adapted(model, posterior.precision.shapes, "Take it off, model = model.unload(), and restore that.")
     kept_buffers = memory.buffers if isinstance(memory, Memory) else {}
     found = buffers(model)
     require_shapes(shapes(kept_buffers), shapes(found), what="the memory's buffers", than="the model")

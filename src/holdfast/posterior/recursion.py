@@ -123,7 +123,7 @@ def _checked(posterior: Posterior, model: nn.Module, fisher: Precision, decay: f
     if require_number(decay, "decay") > 1:
         raise ArgumentError(f"decay is the share of the old precision that is kept, at most 1; got {decay}.")
     params = matched(model, {**fisher.shapes, **shapes(posterior.mean)}, ties=posterior.ties)
-    require_not_adapted(model, params, _MERGE)
+    require_not_adapted(model, {*fisher.shapes, *(posterior.precision.shapes if decay else ())}, _MERGE)
     again = {source.id for source in fisher.sources} & {source.id for source in posterior.sources}
     if again:
         raise MismatchError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -90,16 +91,21 @@ class Answers:
                 f"{tuple(other.outputs.shape[1:])}: the head grew between them. Keep those of the larger head alone."
             )
         total, counts = self.num_data + other.num_data, (len(self.outputs), len(other.outputs))
+        if math.isinf(total):
+            raise ArgumentError("together these answers would stand for more examples than there are numbers.")
         share = self.num_data / total
-        rows = min(max(counts), max(1, int(min(counts[0] / share, counts[1] / (1 - share)))))
-        generator = torch.Generator().manual_seed(rows + int(total))
+        enough = [
+            count * (total / each.num_data) for count, each in zip(counts, (self, other), strict=True)
+        ]  # rows, of which so many are its own
+        rows = max(1, int(min(max(counts), *enough)))
+        generator = torch.Generator().manual_seed((rows + int(total)) % 2**63)
         # Up or down by chance: always down would never let in a task that is small beside all before it.
         first = min(counts[0], int(rows * share + float(torch.rand((), generator=generator, dtype=torch.float64))))
         second = min(counts[1], rows - first)
         # Rows are in random order, so that the first ones are a sample; and must be again.
         order = torch.randperm(first + second, generator=generator)
         outputs, labels = (
-            torch.cat([mine[:first], theirs[:second].to(mine)])[order.to(mine.device)]
+            torch.cat([mine[:first], theirs[:second].to(mine.device)])[order.to(mine.device)]  # in the wider dtype
             for mine, theirs in ((self.outputs, other.outputs), (self.labels, other.labels))
         )
         return replace(self, outputs=outputs, labels=labels, num_data=total)

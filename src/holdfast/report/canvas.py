@@ -64,12 +64,17 @@ _IDS = re.compile(r"""\bid="|href="#|url\(#""")
 
 
 def short(label: str) -> str:
-    """A label on one line, that fits beside a picture: both its ends, for versions of the code differ at theirs."""
+    """A label on one line, that fits beside a picture: its start, and the end of what is told in brackets at the last,
+    for versions of the code differ there."""
     line = " ".join(label.split())
     if len(line) <= _LONGEST:
         return line
-    last = _LONGEST // 3
-    return f"{line[: _LONGEST - last - 1].rstrip()}…{line[-last:].lstrip()}"
+    start, bracket, rest = line.rpartition(" [")
+    if not bracket or not rest.endswith("]"):
+        return f"{line[: _LONGEST - 1].rstrip()}…"
+    if len(start) > _LONGEST - 8:
+        start = f"{start[: _LONGEST - 9].rstrip()}…"
+    return f"{start} […{rest[-(_LONGEST - len(start) - 3) :]}"
 
 
 def stretched(axis: Any, accuracies: Sequence[float]) -> None:

@@ -45,7 +45,10 @@ class Entry:
     @property
     def name(self) -> str:
         """The label for a picture, where room is dear: strength 1 is what is meant when none is told."""
-        return self.method if self.strength == 1 and not self.chosen_on and not self.made_with else self.label
+        told = self.strength is not None and (self.strength != 1 or self.chosen_on)
+        at = f" at {self.strength:g}" if told else ""
+        made = f" [{self.made_with}]" if self.made_with else ""
+        return self.method + at + (" (chosen)" if self.chosen_on else "") + made
 
     @property
     def runs(self) -> list[Run]:

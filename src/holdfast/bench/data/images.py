@@ -101,7 +101,10 @@ def origin(name: str) -> str | None:
     """What it would be read from: a digest of packed pictures or of a text, "" where its name says it all; None if not
     here."""
     if name == "text":
-        return text_digest()
+        try:
+            return text_digest()
+        except DataError:
+            return None
     dataset = _dataset(name)
     return "" if dataset is None else unverified(dataset)
 
