@@ -1,4 +1,4 @@
-"""Two ways to hold a model, side by side: by its weights, ½ δᵀFδ, and by its answers, N · E KL(p_old ‖ p_new) (T16).
+"""Two ways to hold a model, side by side: by its weights, ½ δᵀFδ, and by its answers, N · E KL(p_old ‖ p_new).
 
     python benchmarks/equivalence.py --out benchmarks/results/equivalence.json --figure docs/equivalence.svg
 

@@ -10,6 +10,7 @@ python benchmarks/tables.py diagnosis # those of docs/diagnosis.md
 python benchmarks/tables.py strength # that of docs/strength.md
 python benchmarks/tables.py variational # those of docs/variational.md
 python benchmarks/tables.py trainers # that of docs/trainers.md
+python benchmarks/tables.py distributed # those of docs/distributed.md
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from holdfast.bench.catalog import JOINT
 from holdfast.bench.measures import Run, spread
 from holdfast.bench.published import published
 from holdfast.bench.results import collected, grouped
@@ -153,9 +155,9 @@ def bench() -> list[str]:
                 runs = rows[method, strength]
                 cells = [_two([getattr(run, each) for run in runs]) for each in ("average", "forgetting", "newest")]
                 means = [statistics.fmean(sum(getattr(run, each)) for run in runs) for each in SECONDS]
-                kept = runs[0].kept_bytes[-1] / 1e6
+                kept = "all data" if method == JOINT else f"{runs[0].kept_bytes[-1] / 1e6:.1f}"
                 shown = "" if strength is None else f"{strength:g}"
-                costs = [*(f"{mean:.0f}" for mean in means), f"{kept:.1f}"]
+                costs = [*(f"{mean:.0f}" for mean in means), kept]
                 lines.append(f"| {method} | {shown} | {' | '.join([*cells, *costs])} |")
             for each in published(protocol):
                 how = "best on test data" if each.chosen_on_test else ""

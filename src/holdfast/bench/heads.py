@@ -35,7 +35,7 @@ class Shell(nn.Module):
 
 @dataclass
 class ExactHead:
-    """The exact Gaussian posterior of a linear head on random ReLU features, updated task by task (T1, T2)."""
+    """The exact Gaussian posterior of a linear head on random ReLU features, updated task by task."""
 
     features: int = 3000
     head: LinearHead | None = None

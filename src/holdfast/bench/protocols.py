@@ -217,11 +217,12 @@ def _all() -> list[Protocol]:
         protocols[1], name="fashion-permuted", about="Fashion-MNIST, 10 orders of the pixels, 2×100, as vcl",
         dataset="fashion-mnist",
     ))  # fmt: skip
-    for dataset, name in (("mnist", "mnist-rotated"), ("fashion-mnist", "fashion-rotated")):
+    for dataset, name, title in (
+        ("mnist", "mnist-rotated", "MNIST"), ("fashion-mnist", "fashion-rotated", "Fashion-MNIST"),
+    ):  # fmt: skip
         protocols.append(replace(
-            protocols[1], name=name, about=f"{name.split('-')[0]} images turned by an angle more in every task (half a "
-            "turn in all, if none is given), 2×100, as vcl",
-            dataset=dataset, stream="rotated", tasks=5,
+            protocols[1], name=name, about=f"{title} images, turned by 180° over the number of tasks more in each, "
+            "2×100, as vcl", dataset=dataset, stream="rotated", tasks=5,
         ))  # fmt: skip
     return protocols
 

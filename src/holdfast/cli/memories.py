@@ -46,7 +46,7 @@ def inspect(
 
 @app.command()
 def merge(
-    files: Annotated[list[Path], typer.Argument(help="Two or more memory files of one model.")],
+    files: Annotated[list[Path], typer.Argument(help="Two or more memories of one model, files or folders.")],
     out: Annotated[Path, typer.Option(help="Where to write the merged memory.")],
     base: Annotated[Path | None, typer.Option(help="The memory they all started from, counted once.")] = None,
 ) -> None:
@@ -76,9 +76,9 @@ def merge(
 
 @app.command()
 def forecast(
-    memory: Annotated[Path, typer.Argument(help="A memory file.")],
+    memory: Annotated[Path, typer.Argument(help="A memory's file or folder.")],
     checkpoint: Annotated[
-        Path, typer.Argument(help="Weights of the same model: .safetensors, or what torch.save wrote.")
+        Path, typer.Argument(help="Weights of the same model: .safetensors, what torch.save wrote, or a memory.")
     ],
     inside: Annotated[
         str | None, typer.Option(help="What stands before the names there, such as `student.`; else it is looked for.")

@@ -13,7 +13,7 @@ from ..likelihood import Likelihood
 def distillation_loss(
     old: Any, new: Any, likelihood: Likelihood, *, target: Any = None, temperature: float = 1.0
 ) -> Tensor:
-    """The mean of KL(p_old ‖ p_new) over examples (or tokens), in nats, for two outputs on the same inputs (T15).
+    """The mean of KL(p_old ‖ p_new) over examples (or tokens), in nats, for two outputs on the same inputs.
 
     `old` is the teacher's, without a gradient. Classes that it lacks, at the end, had no probability. `temperature`
     softens both, and the loss is multiplied by its square, so that the gradient keeps its size (Hinton 2015). The Bayes

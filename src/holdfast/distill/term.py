@@ -54,7 +54,7 @@ class Source(Protocol):
 
 @dataclass(eq=False)
 class Distillation:
-    """N_old · E KL(p_old ‖ p_θ) in nats (T15), by a batch of inputs drawn anew at every step."""
+    """N_old · E KL(p_old ‖ p_θ) in nats, by a batch of inputs drawn anew at every step."""
 
     teacher: Teacher
     source: Source

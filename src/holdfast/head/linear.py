@@ -25,7 +25,7 @@ KEYS: file.Keys = {
 
 @dataclass(frozen=True, eq=False, repr=False)
 class LinearHead:
-    """y = Wᵀφ + ε, W ~ N(0, 1/prior), ε ~ N(0, noise): the posterior over W is Gaussian, and exact (T1, T2).
+    """y = Wᵀφ + ε, W ~ N(0, 1/prior), ε ~ N(0, noise): the posterior over W is Gaussian, and exact.
 
     Kept are sums over the examples, in which their order is lost: learned in parts, in any order, or merged from
     several places, it is the head that all data at once would give. A class that comes late is no exception, for its

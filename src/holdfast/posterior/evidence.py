@@ -18,7 +18,7 @@ _GOLDEN = (math.sqrt(5) - 1) / 2
 
 
 def evidence(posterior: Posterior | Memory, before: Posterior | Memory, nll: float) -> float:
-    """log p(D) ≈ −NLL(μ) + log p(μ) + ½ log((2π)ᴹ / |Λ|) in nats, exact where the posterior is Gaussian (T2, T3).
+    """log p(D) ≈ −NLL(μ) + log p(μ) + ½ log((2π)ᴹ / |Λ|) in nats, exact where the posterior is Gaussian.
 
     `posterior` is what `before` became by the data, and `nll` the loss at its mean, summed over the data in nats. Both
     need a density: a flat prior has none, and gives no evidence.
