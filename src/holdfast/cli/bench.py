@@ -50,7 +50,7 @@ def bench(
     dask: Annotated[str | None, typer.Option(help="Run the jobs on a dask cluster: its scheduler's address.")] = None,
     commands: Annotated[bool, typer.Option(help="Print a command for each job instead, for any scheduler.")] = False,
     show: Annotated[bool, typer.Option("--list", help="List the protocols and the methods.")] = False,
-    tasks: Annotated[int | None, typer.Option(min=2, help="Another number of tasks.")] = None,
+    tasks: Annotated[int | None, typer.Option(min=1, help="Another number of tasks.")] = None,
     epochs: Annotated[int | None, typer.Option(min=1, help="Another number of epochs.")] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Another number of steps.")] = None,
     loss: Annotated[str | None, typer.Option(help="Another loss, for every method: squared, cross-entropy.")] = None,
