@@ -5,7 +5,6 @@ from __future__ import annotations
 import fnmatch
 import functools
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -49,7 +48,7 @@ def _transparent_children(bases: tuple[type, ...]) -> frozenset[str]:
     return frozenset(_TRANSPARENT[base.__name__] for base in bases if base.__name__ in _TRANSPARENT)
 
 
-def _walked(model: nn.Module, *, apart: bool = False) -> list[tuple[str, nn.Module, Collection[str]]]:
+def walked(model: nn.Module, *, apart: bool = False) -> list[tuple[str, nn.Module, Collection[str]]]:
     """Every module under its canonical prefix, with what it hides; shared ones as often as they are used.
 
     Names of adapters are hidden too, unless these are to be told `apart`.
@@ -70,7 +69,7 @@ def _walk(path: list[nn.Module], prefix: str, apart: bool, found: list[tuple[str
 
 def _uses(model: nn.Module, *, apart: bool = False) -> Iterator[tuple[str, nn.Parameter]]:
     """Every name of every parameter, in the order of `named_parameters`."""
-    for prefix, module, hidden in _walked(model, apart=apart):
+    for prefix, module, hidden in walked(model, apart=apart):
         for key, parameter in module._parameters.items():
             if parameter is not None:
                 yield prefix.rstrip(".") if key in hidden else f"{prefix}{key}", parameter
@@ -164,34 +163,6 @@ def aliases(model: nn.Module) -> dict[str, tuple[str, ...]]:
     return _named(model)[1]
 
 
-def adapted(model: nn.Module) -> list[str]:
-    """The parameters that adapters are added to as they run (LoRA, not merged): their values are not what is used."""
-    found = []
-    for prefix, module, _ in _walked(model):
-        kinds = {base.__name__ for base in type(module).__mro__}
-        if "BaseTunerLayer" not in kinds or module.merged or module.disable_adapters:
-            continue
-        layer: Any = module
-        here = {key for name in layer.adapter_layer_names for key in getattr(layer, name, ())}
-        active = [adapter for adapter in layer.active_adapters if adapter in here]
-        # LoRA leaves a bias as it is, unless it is told to add to it.
-        biases = "LoraLayer" not in kinds or any(getattr(layer, "lora_bias", {}).get(adapter) for adapter in active)
-        for key, _ in layer.base_layer.named_parameters(recurse=False) if active else ():
-            if biases or not key.endswith("bias"):
-                found.append(f"{prefix}{key}")
-    return found
-
-
-def require_not_adapted(model: nn.Module, names: Collection[str], cure: str) -> None:
-    """Raise where an adapter is added to one of these parameters as the model runs."""
-    beside = [name for name in adapted(model) if name in names]
-    if beside:
-        raise MismatchError(
-            f"an adapter is added to {some(beside)} as the model runs, which a memory of the weights does not see. "
-            f"{cure}"
-        )
-
-
 def unwrapped(model: nn.Module) -> nn.Module:
     """The model inside data-parallel and compilation wrappers, whose own forward does more than the model's."""
     while type(model).__name__ in ("DistributedDataParallel", "DataParallel", "OptimizedModule"):
@@ -203,7 +174,7 @@ def buffers(model: nn.Module) -> dict[str, Tensor]:
     """The buffers that a state dict keeps (BatchNorm's statistics), by canonical name."""
     return {
         f"{prefix}{key}": buffer
-        for prefix, module, _ in _walked(model)
+        for prefix, module, _ in walked(model)
         for key, buffer in module._buffers.items()
         if buffer is not None
         and key not in module._non_persistent_buffers_set

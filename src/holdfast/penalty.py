@@ -10,11 +10,12 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
+from .adapters import require_not_adapted
 from .devices import full, part, tensor_cores
 from .errors import InertError
 from .kernels import add_pull_, half_squares, in_one_pass, in_runs
 from .kernels.pull import Entries, Tensors
-from .params import matched, require_not_adapted, shapes
+from .params import matched, shapes
 from .pieces import in_pieces, laid_out
 from .posterior import Memory, Posterior, as_posterior
 from .posterior.gaussian import difference

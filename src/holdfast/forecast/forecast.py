@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..adapters import require_not_adapted
 from ..devices import full
 from ..errors import ArgumentError, MismatchError
-from ..params import all_parameters, buffers, matched, require_not_adapted, shapes, some, unwrapped
+from ..params import all_parameters, buffers, matched, shapes, some, unwrapped
 from ..pieces import number, resharded
 from ..posterior import Memory, Posterior, as_posterior
 from ..posterior.placed import placed

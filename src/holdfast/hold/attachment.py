@@ -11,8 +11,8 @@ import torch
 from torch import distributed, nn
 from torch.optim import Optimizer
 
+from ..adapters import require_not_adapted
 from ..errors import ArgumentError, HoldfastWarning, MismatchError, require_number
-from ..params import require_not_adapted
 from ..penalty import IN_WEIGHT_SPACE, Quadratic, Term
 from ..pieces import groups, resharded
 from ..posterior import Memory, Posterior, as_posterior

@@ -8,10 +8,11 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
+from ..adapters import require_not_adapted
 from ..devices import part
 from ..errors import ArgumentError
 from ..identity import fingerprints
-from ..params import all_parameters, buffers, matched, require_not_adapted, require_shapes, shapes
+from ..params import all_parameters, buffers, matched, require_shapes, shapes
 from ..pieces import cut, resharded
 from ..precision import Precision
 from ..precision.base import require_finite

@@ -7,9 +7,10 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from ..adapters import require_not_adapted
 from ..errors import ArgumentError, MismatchError, require_number
 from ..identity import fingerprints
-from ..params import aliases, all_parameters, matched, renaming, require_not_adapted, shapes
+from ..params import aliases, all_parameters, matched, renaming, shapes
 from ..pieces import resharded
 from ..precision import Diagonal, Precision
 from ..precision.base import require_finite
