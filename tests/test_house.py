@@ -12,9 +12,9 @@ import holdfast
 ROOT = Path(holdfast.__file__).parent
 ORDER = [
     "errors", "devices", "pieces", "identity", "params", "adapters", "ranks", "steps", "untouched", "elsewhere",
-    "kernels", "likelihood", "precision", "curvature", "diagnose", "probes", "posterior", "penalty", "rise", "hold", "distill",
-    "forecast", "file", "folder", "head", "variational", "predictive", "pruning", "storage", "integrations", "bench",
-    "report", "cli",
+    "kernels", "likelihood", "precision", "curvature", "diagnose", "probes", "posterior", "penalty", "rise", "hold",
+    "distill", "forecast", "file", "folder", "head", "variational", "predictive", "pruning", "storage", "integrations",
+    "bench", "report", "cli",
 ]  # fmt: skip
 CORE = ORDER[: ORDER.index("integrations")]
 
