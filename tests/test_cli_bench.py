@@ -83,6 +83,7 @@ def executed(monkeypatch):
         (["text", "--methods", "ewc", "--sweep"], "text has no validation data to choose a strength on"),
         (["digits", "--methods", "joint,frozen", "--sweep"], "none has one: joint, frozen"),
         (["digits", "--sweep-tasks", "3"], "give both"),
+        (["digits", "--methods", "all,kroneker"], "Did you mean kronecker"),
         (["cifar10-class", "--methods", "ewc", "--workers", "2"], "CIFAR-10 was not found"),
         (["--out", "{file}"], "it is a file, not a folder"),
         (["--out", "{file}/below"], "results cannot be written to"),

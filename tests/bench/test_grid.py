@@ -22,12 +22,13 @@ from holdfast.bench.results import Result, write
 from holdfast.errors import ArgumentError, DataError, HoldfastWarning
 
 QUICK = PROTOCOLS["digits"].changed(tasks=2, epochs=1)
+DATE = "2026-01-01T00:00:00+00:00"  # of all: results are compared whole
 JOBS = combined([QUICK], ["fine-tuning", "ewc"], [0, 1])
 
 
 def made(job, average=0.5, **changes):
     run = Run(job.method, job.seed, [[average, 0.1], [average, average]])
-    return Result(job.config, run, {**made_on("cpu", job.chosen), **changes})
+    return Result(job.config, run, {**made_on("cpu", job.chosen), "date": DATE, **changes})
 
 
 @pytest.fixture
@@ -354,3 +355,6 @@ def test_a_sweep_looks_at_the_first_tasks_of_those_that_follow():
         protocol.changed(tasks=0)
     with pytest.raises(ArgumentError, match="vcl turns no images"):
         PROTOCOLS["vcl"].changed(turn=10.0)
+    for pixels in ({"scaled": True}, {"margin": 2}):
+        with pytest.raises(ArgumentError, match="takes its pixels as they are"):
+            PROTOCOLS["hsu-task"].changed(**pixels)

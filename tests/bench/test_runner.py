@@ -181,6 +181,7 @@ def test_what_is_learned_instead_of_the_tasks_is_made_within_the_run(monkeypatch
         ({"method": nn.Linear(4, 2)}, "run takes a method"),
         ({"make_model": None}, "run takes a method"),
         ({"stages": [task("all")]}, "stages makes of the tasks"),
+        ({"stages": lambda tasks: []}, "nothing would be learned"),
         ({"tasks": []}, "at least one task"),
         ({"make_model": nn.Linear(4, 2)}, "a function that makes a model"),
         ({"device": "tpu"}, "there is no device 'tpu'"),

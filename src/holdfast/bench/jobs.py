@@ -224,8 +224,8 @@ def _training(job: Job) -> Any:
 
 def made_on(device: str, chosen: bool = False, origin: str | None = None) -> dict[str, Any]:
     """What a run was made with, and from what, where that has no name."""
-    where = torch.cuda.get_device_name() if device.startswith("cuda") else device
-    where = f"CPU, {platform.machine()}" if device == "cpu" else where
+    where = f"CPU, {platform.machine()}" if device == "cpu" else device
+    where = torch.cuda.get_device_name() if device.startswith("cuda") else where
     return {
         "version": code_version(), "device": where, "torch": torch.__version__, "python": platform.python_version(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"), "threads": torch.get_num_threads(),

@@ -120,6 +120,8 @@ class Protocol:
         tasks, loss = given.get("tasks"), given.get("loss")
         if given.get("turn") is not None and self.stream != "rotated":
             raise ArgumentError(f"{self.name} turns no images.")
+        if (given.get("margin") or given.get("scaled")) and self.stream != "permuted":
+            raise ArgumentError(f"{self.name} takes its pixels as they are: margin and scaled are for permuted ones.")
         if tasks is not None and tasks < 2:
             raise ArgumentError(f"{self.name} with {tasks} tasks has nothing to forget: it takes 2 or more.")
         if tasks is not None and tasks > self.tasks and self.stream not in ("permuted", "rotated"):

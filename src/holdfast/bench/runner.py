@@ -42,7 +42,7 @@ def run(
     `progress` is called after each with its name.
     """
     tasks = list(tasks)
-    one = not isinstance(method, type) and all(hasattr(method, name) for name in ("learn", "remember", "kept"))
+    one = not isinstance(method, type) and all(hasattr(method, each) for each in ("learn", "remember", "kept"))
     if not tasks or isinstance(make_model, nn.Module) or not callable(make_model) or not one:
         raise ArgumentError("run takes a method, at least one task, and a function that makes a model: lambda: net().")
     if stages is not None and not callable(stages):
@@ -57,6 +57,8 @@ def run(
     with _drawn_from(seed, device):
         start = in_use(device)
         learned = tasks if stages is None else list(stages(tasks))
+        if not learned:
+            raise ArgumentError("stages makes nothing of the tasks, so that nothing would be learned.")
         model = _fresh(make_model()).to(device)
         model.eval()
         _require_answers(model, tasks, training)

@@ -99,6 +99,9 @@ class _Asked:
 
         chosen = [one_of(name, PROTOCOLS, "protocol").changed(**changes) for name in protocols]
         names = [name.strip() for name in methods.split(",") if name.strip()]
+        for name in names:
+            if name != "all":
+                one_of(name, METHODS, "method")
         if "all" in names:  # that apply
             names = [name for name, entry in METHODS.items() if all(map(entry.fits, chosen))]
             some = [name for name, entry in METHODS.items() if any(map(entry.fits, chosen)) and name not in names]
@@ -109,8 +112,6 @@ class _Asked:
                 )  # fmt: skip
         if not names:
             raise ArgumentError("--methods names no method; `holdfast bench --list` shows them.")
-        for name in names:
-            one_of(name, METHODS, "method")
         numbers = _numbers(seeds, "seeds", int)
         if "," not in seeds and not 1 <= numbers[0] <= _MOST_SEEDS:
             raise ArgumentError(

@@ -38,17 +38,17 @@ class Entry:
     def label(self) -> str:
         """The method and its strength, where it has one and its name does not say it."""
         said = "" if self.strength is None else f"strength {self.strength:g}"
-        told = said and not self.method.endswith(said)
-        made = f" [{self.made_with}]" if self.made_with else ""
-        return self.method + (f", {said}" if told else "") + (" (chosen)" if self.chosen_on else "") + made
+        return self._called(f", {said}" if said and not self.method.endswith(said) else "")
 
     @property
     def name(self) -> str:
         """The label for a picture, where room is dear: strength 1 is what is meant when none is told."""
         told = self.strength is not None and (self.strength != 1 or self.chosen_on)
-        at = f" at {self.strength:g}" if told else ""
+        return self._called(f" at {self.strength:g}" if told else "")
+
+    def _called(self, strength: str) -> str:
         made = f" [{self.made_with}]" if self.made_with else ""
-        return self.method + at + (" (chosen)" if self.chosen_on else "") + made
+        return self.method + strength + (" (chosen)" if self.chosen_on else "") + made
 
     @property
     def runs(self) -> list[Run]:
