@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.bench.catalog import JOINT
-from holdfast.bench.measures import Run, spread
+from holdfast.bench.measures import spread
 from holdfast.bench.published import published
 from holdfast.bench.results import collected, grouped
 from holdfast.report.sections import sections
@@ -135,36 +135,30 @@ def bench() -> list[str]:
     lines: list[str] = []
     # Each folder is a device's: the same protocol on another one is another table.
     for bundle in sorted((RESULTS / "bench").glob("*.jsonl")):
-        results = collected(bundle)
-        tried = {section.protocol: sweep(section) for section in sections(results)}
-        for protocol, found in grouped(results):
-            newest = max(found, key=lambda one: str(one.made["date"]))
+        for section in sections(collected(bundle), across_versions=True):
+            newest = max(section.results, key=lambda one: one.date)
             where = f"{newest.made['device']}, torch {newest.made['torch']}, to {newest.made['date'][:10]}"
             lines += [
-                f"**{protocol}**: {newest.job['description'].rstrip('?')}. {where}:",
+                f"**{section.title}**: {newest.job['description'].rstrip('?')}. {where}:",
                 "",
                 "| method | strength | average, % | forgotten, points | each when new, % | learning, s "
                 "| remembering, s | kept, MB |",
                 "|---|---|---|---|---|---|---|---|",
             ]
-            rows: dict[tuple[str, float | None], list[Run]] = {}
-            for one in found:
-                rows.setdefault((one.run.method, one.strength), []).append(one.run)
-            best_first = sorted(rows, key=lambda row: -statistics.fmean(run.average for run in rows[row]))
-            for method, strength in best_first:
-                runs = rows[method, strength]
+            for entry in section.entries:
+                runs = entry.runs
                 cells = [_two([getattr(run, each) for run in runs]) for each in ("average", "forgetting", "newest")]
                 means = [statistics.fmean(sum(getattr(run, each)) for run in runs) for each in SECONDS]
-                kept = "all data" if method == JOINT else f"{runs[0].kept_bytes[-1] / 1e6:.1f}"
-                shown = "" if strength is None else f"{strength:g}"
+                kept = "all data" if entry.method == JOINT else f"{runs[0].kept_bytes[-1] / 1e6:.1f}"
+                shown = "" if entry.strength is None else f"{entry.strength:g}"
                 costs = [*(f"{mean:.0f}" for mean in means), kept]
-                lines.append(f"| {method} | {shown} | {' | '.join([*cells, *costs])} |")
-            for each in published(protocol):
+                lines.append(f"| {entry.method} | {shown} | {' | '.join([*cells, *costs])} |")
+            for each in published(section.protocol):
                 how = "best on test data" if each.chosen_on_test else ""
                 note = f"; {each.note}" if each.note else ""
                 lines.append(f"| *{each.method}, {each.source}{note}* | {how} | {each.accuracy:.1f} | | | | | |")
             lines.append("")
-            strengths = tried[protocol]
+            strengths = sweep(section)
             if strengths is not None:
                 lines += [
                     f"{strengths.title}. {' '.join(strengths.notes)}",

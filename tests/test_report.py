@@ -442,3 +442,37 @@ def test_where_several_strengths_are_the_best_or_none_is_below_there_is_no_end()
     assert at_an_end({1.0: 0.5, 10.0: 0.7}) == "largest"
     assert at_an_end({1.0: 0.7, 10.0: 0.5}) == "smallest"
     assert at_an_end({1.0: 0.7, 10.0: 0.7}) == at_an_end({0.0: 0.7, 10.0: 0.5}) == ""
+
+
+def test_runs_of_several_versions_stand_together_where_that_is_asked_for():
+    rows = {0: [[0.9, 0.1], [0.8, 0.9]], 1: [[0.9, 0.1], [0.7, 0.9]]}
+    results = [
+        result("EWC", 0, [[0.9, 0.1], [0.1, 0.1]], made={"version": "1", "date": "2025-01-01"}),
+        result("EWC", 0, rows[0], made={"version": "2"}),
+        result("EWC", 1, rows[1], made={"version": "1"}),
+        result("EWC", 2, rows[1], made={"version": "1", "device": "H200"}),
+    ]
+    assert len(tables(results)[0].rows) == 3
+    board, *_ = tables(results, across_versions=True)
+    # A seed counts once, by its newest run; another device's runs stay apart.
+    assert [[cell.text for cell in row.cells[:4]] for row in board.rows] == [
+        ["EWC", "–", "2", "82.50 ± 3.54"], ["EWC", "–", "1 seed", "80.00"],
+    ]  # fmt: skip
+    assert any("different versions of the code: 1, 2." in note for note in board.notes)
+    assert bench_page(results, across_versions=True) != bench_page(results)
+
+
+def test_what_an_older_version_had_no_number_for_is_no_difference_and_what_differs_is_told_by_name():
+    rows = [[0.9, 0.1], [0.8, 0.9]]
+
+    def numbers(**given):
+        return {"job": {"numbers": {"about": f"{given}", "training": given}}}
+
+    older = [result(method, 0, rows, **numbers(lr=0.1)) for method in ("EWC", "SI")]
+    newer = [result(method, 1, rows, **numbers(lr=0.1, momentum=0.0)) for method in ("EWC", "SI")]
+    board, *_ = tables([*older, *newer])
+    assert board.notes == ()
+    board, *_ = tables(
+        [*older, *(result(method, 1, rows, **numbers(lr=0.2, momentum=0.9)) for method in ("EWC", "SI"))]
+    )
+    assert board.notes == ("The runs of EWC, SI differ in more than the seed: lr, momentum.",)

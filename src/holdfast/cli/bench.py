@@ -195,12 +195,15 @@ def report(
     markdown: Annotated[Path | None, typer.Option(help="Also write the tables, as Markdown.")] = None,
     csv: Annotated[Path | None, typer.Option(help="Also write every run's numbers, as CSV.")] = None,
     bundle: Annotated[Path | None, typer.Option(help="Also write all the results into one file, .jsonl.")] = None,
+    across_versions: Annotated[
+        bool, typer.Option("--across-versions", help="Let runs of several versions of the code stand together.")
+    ] = False,
 ) -> None:
     """Make one page of a bench's results: leaderboards beside published numbers, curves, costs."""
     need("The report", {"jinja2": "report", "matplotlib": "report"})
     from ..report import report_command
 
-    or_exit(lambda: report_command(results, out, markdown, csv, bundle))
+    or_exit(lambda: report_command(results, out, markdown, csv, bundle, across_versions=across_versions))
     console.print(f"The page: [bold]{escape(str(out.resolve()))}[/bold]", soft_wrap=True)
 
 

@@ -24,10 +24,17 @@ _NAMES = {"version": "holdfast", "command": "command", "device": "device", "torc
 
 
 def bench_page(
-    results: Sequence[Result], *, title: str = "What is kept, what it costs", left_out: Sequence[str] = ()
+    results: Sequence[Result],
+    *,
+    title: str = "What is kept, what it costs",
+    left_out: Sequence[str] = (),
+    across_versions: bool = False,
 ) -> str:
-    """One HTML text with everything in it; `left_out` says what else was found and could not be read."""
-    found = sections(results)
+    """One HTML text with everything in it; `left_out` says what else was found and could not be read.
+
+    With `across_versions`, runs of several versions of the code stand together.
+    """
+    found = sections(results, across_versions=across_versions)
     if not found:
         raise DataError(
             f"There are only validation runs here ({len(results)}), made to choose a strength: nothing was judged on "
@@ -41,7 +48,13 @@ def bench_page(
 
 
 def report_command(
-    results: Path, out: Path, markdown: Path | None = None, csv: Path | None = None, bundled: Path | None = None
+    results: Path,
+    out: Path,
+    markdown: Path | None = None,
+    csv: Path | None = None,
+    bundled: Path | None = None,
+    *,
+    across_versions: bool = False,
 ) -> None:
     """Read a folder of results or a bundle, and write the page; if asked for, the tables as Markdown and CSV.
 
@@ -62,9 +75,9 @@ def report_command(
         print(f"left out: {line}", file=sys.stderr)
     if bundled is not None:
         bundle(found, bundled)
-    _write(out, bench_page(found, left_out=left_out))
+    _write(out, bench_page(found, left_out=left_out, across_versions=across_versions))
     if markdown is not None:
-        _write(markdown, as_markdown(tables(found)))
+        _write(markdown, as_markdown(tables(found, across_versions=across_versions)))
     if csv is not None:
         _write(csv, as_csv(found))
 

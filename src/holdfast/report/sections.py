@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,8 @@ _MADE = {
 class Entry:
     """One method at one strength: a result for each seed, and what the strength was chosen on, if it was chosen.
 
-    Runs of another version of the code or on another device make an entry of their own, which `made_with` tells apart.
+    Runs of another version of the code or on another device make an entry of their own, which `made_with` tells apart;
+    where several versions were asked to stand together, it is silent of them.
     """
 
     method: str
@@ -102,8 +103,12 @@ class Section:
         return [(name.replace("_", " "), said) for name in common if (said := _plain(jobs[0][name]))]
 
 
-def sections(results: Sequence[Result]) -> list[Section]:
-    """The results judged on test data, by protocol; one run with different numbers of tasks is several protocols."""
+def sections(results: Sequence[Result], *, across_versions: bool = False) -> list[Section]:
+    """The results judged on test data, by protocol; one run with different numbers of tasks is several protocols.
+
+    With `across_versions`, an entry may have seeds that different versions of the code made, and a note says which.
+    """
+    apart = [name for name in _APART if not (across_versions and name == "version")]
     found = []
     for protocol, group in grouped(list(results)):
         tried = _alike([one for one in results if one.validating and one.protocol == protocol])
@@ -111,14 +116,16 @@ def sections(results: Sequence[Result]) -> list[Section]:
         for size in sizes:
             title = protocol if len(sizes) == 1 else f"{protocol}, {size} tasks"
             mine = [one for one in group if _tasks(one) == size]
-            found.append(_section(protocol, title, size, mine, tried if size == sizes[-1] else []))
+            found.append(_section(protocol, title, size, mine, tried if size == sizes[-1] else [], apart))
     return found
 
 
-def _section(protocol: str, title: str, tasks: int, results: list[Result], tried: list[Result]) -> Section:
+def _section(
+    protocol: str, title: str, tasks: int, results: list[Result], tried: list[Result], apart: Sequence[str]
+) -> Section:
     # One run for a seed: the newest. Counting a seed twice would make the spread look smaller than it is.
     latest: dict[tuple[str, float | None, str, str], dict[int, Result]] = {}
-    differing = [name for name in _APART if len({str(one.made.get(name)) for one in results}) > 1]
+    differing = [name for name in apart if len({str(one.made.get(name)) for one in results}) > 1]
     for one in sorted(results, key=lambda one: one.date):
         made = ", ".join(str(one.made.get(name, "unknown")) for name in differing)
         latest.setdefault((one.run.method, one.strength, _chosen_on(one), made), {})[one.run.seed] = one
@@ -151,9 +158,12 @@ def _notes(entries: Sequence[Entry], kept: Sequence[Result], older: int) -> list
             "Not every method has run on the same seeds: a mean is over the seeds its method has, and the paired "
             "comparisons are over those that two methods share."
         )
-    mixed = [(entry.label, names) for entry in entries if (names := _differing([one.job for one in entry.results]))]
-    for label, names in mixed:
-        notes.append(f"The runs of {label} differ in more than the seed: {', '.join(names)}.")
+    mixed: dict[str, list[str]] = {}
+    for entry in entries:
+        mixed.setdefault(", ".join(_differing([one.job for one in entry.results])), []).append(entry.label)
+    for names, labels in mixed.items():
+        if names:
+            notes.append(f"The runs of {', '.join(labels)} differ in more than the seed: {names}.")
     if older:
         runs = "1 older run" if older == 1 else f"{older} older runs"
         notes.append(f"{runs} of the same method, strength and seed left out: the newest counts.")
@@ -166,8 +176,19 @@ def distinct(values: Iterable[object]) -> list[str]:
 
 
 def _differing(jobs: Sequence[Mapping[str, Any]]) -> list[str]:
-    names = sorted({name for job in jobs for name in job} - set(_OWN))
-    return [name for name in names if any(job.get(name) != jobs[0].get(name) for job in jobs)]
+    """The names of what differs. What an older version had no number for yet was off, so it is told as off here."""
+    told = [dict(_numbers(job)) for job in jobs]
+    names = sorted({name for each in told for name in each})
+    return [name for name in names if any((each.get(name) or None) != (told[0].get(name) or None) for each in told)]
+
+
+def _numbers(job: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
+    """All that decides a run, the numbers of its protocol and its training one by one; words about it do not."""
+    for name, value in job.items():
+        if isinstance(value, Mapping):
+            yield from _numbers(value)
+        elif name not in (*_OWN, "name", "about"):
+            yield name, value
 
 
 def _tasks(result: Result) -> int:

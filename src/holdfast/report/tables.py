@@ -93,9 +93,10 @@ MEASURES: tuple[Measure, ...] = (
 )
 
 
-def tables(results: Sequence[Result]) -> list[Table]:
+def tables(results: Sequence[Result], *, across_versions: bool = False) -> list[Table]:
     """For each protocol the leaderboard, the paired comparisons and the strengths tried, where there are any."""
-    made = [table(section) for section in sections(results) for table in (leaderboard, comparisons, sweep)]
+    found = sections(results, across_versions=across_versions)
+    made = [table(section) for section in found for table in (leaderboard, comparisons, sweep)]
     return [table for table in made if table is not None]
 
 
