@@ -7,7 +7,7 @@ from torch import nn
 import holdfast
 from holdfast.bench import Held, Split, Task, Trainer, Training, decayed, diagonal, every_term, kronecker, per_task, run
 from holdfast.bench.catalog import METHODS, one_of
-from holdfast.bench.discriminant import Discriminant
+from holdfast.bench.discriminant import Discriminant, Gaussian
 from holdfast.bench.heads import ExactHead, Shell
 from holdfast.bench.methods import FineTuning, batched, hessian, lowrank, nearest, uniform
 from holdfast.bench.networks import Gpt
@@ -289,6 +289,13 @@ class TestDistilled:
             scores.append(gaussian.log_prob(part.x))
         found = shell(part.x)
         torch.testing.assert_close(found[:, 0] - found[:, 1], scores[0] - scores[1], rtol=1e-3, atol=1e-3)
+
+    def test_its_gaussians_are_those_of_torch(self):
+        torch.manual_seed(0)
+        mean, factors, rest = torch.randn(40).double(), torch.randn(5, 40).double(), torch.rand(40).double() + 0.1
+        x = 3 * torch.randn(70, 40).double()
+        slow = torch.distributions.LowRankMultivariateNormal(mean, factors.T, rest).log_prob(x)
+        torch.testing.assert_close(Gaussian(mean, factors, rest).log_prob(x), slow)
 
     def test_own_text_holds_a_language_model(self):
         """Two languages of one byte after another, counting up and down: its own text keeps the first."""

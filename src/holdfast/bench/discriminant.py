@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
-from torch.distributions import LowRankMultivariateNormal
 
 from ..errors import ArgumentError
 from ..probes import gaussian_probes
@@ -51,20 +50,39 @@ class Discriminant:
         return [tensor for _, _, *tensors in self.classes for tensor in tensors]
 
 
+class Gaussian:
+    """N(mean, FᵀF + diag(rest)) with F of a few rows, by the matrix inversion lemma.
+
+    torch.distributions has it too, with a product of its own for every input: tens of times as long for thousands.
+    """
+
+    def __init__(self, mean: Tensor, factors: Tensor, rest: Tensor) -> None:
+        white = factors / rest
+        inner = torch.linalg.cholesky(torch.eye(len(factors)).to(white) + white @ factors.T)
+        self.mean, self.rest = mean, rest
+        self.known = torch.linalg.solve_triangular(inner, white, upper=False)  # (rank, size)
+        self.scale = 0.5 * (len(mean) * math.log(2 * math.pi) + rest.log().sum()) + inner.diagonal().log().sum()
+
+    def log_prob(self, x: Tensor) -> Tensor:
+        """log N(x), of each row."""
+        apart = x - self.mean
+        far = (apart.square() @ self.rest.reciprocal()) - (apart @ self.known.T).square().sum(1)
+        return -0.5 * far - self.scale
+
+
 class _Densities(nn.Module):
     """log Σ n · N(x; class) for every class, over the tasks that have it."""
 
     def __init__(self, classes: list[tuple[int, float, Tensor, Tensor, Tensor]]) -> None:
         super().__init__()
         self.gaussians = [
-            (label, math.log(count), LowRankMultivariateNormal(mean, factors.T, rest))
-            for label, count, mean, factors, rest in classes
+            (label, math.log(count), Gaussian(mean, factors, rest)) for label, count, mean, factors, rest in classes
         ]
 
     def forward(self, x: Tensor) -> Tensor:
         width = 1 + max(label for label, _, _ in self.gaussians)
         scores = x.new_full((len(x), width), -torch.inf)
         for label, weight, gaussian in self.gaussians:
-            scores[:, label] = torch.logaddexp(scores[:, label], gaussian.log_prob(x) + weight)  # type: ignore[no-untyped-call]
+            scores[:, label] = torch.logaddexp(scores[:, label], gaussian.log_prob(x) + weight)
         # Above zero, which is what a shell says of classes that were not seen.
         return scores - scores.masked_fill(scores.isinf(), torch.inf).min(1, keepdim=True).values
