@@ -13,7 +13,7 @@ from dataclasses import replace
 import pytest
 
 from holdfast.bench import engines, grid
-from holdfast.bench.grid import Outcome, dask, others, processes, run_all, swept, trials
+from holdfast.bench.grid import Outcome, dask, missing, others, processes, run_all, swept, trials
 from holdfast.bench.jobs import Job, code_version, made_on
 from holdfast.bench.jobs import grid as combined
 from holdfast.bench.measures import Run
@@ -67,6 +67,21 @@ def test_what_is_there_is_not_run_again(tmp_path, executed):
     assert list(first.found) == JOBS[:2]
     assert second == Outcome({job: made(job) for job in JOBS}, {})
     assert files(tmp_path) == sorted(job.path(tmp_path).name for job in JOBS)
+
+
+def test_what_other_versions_made_is_not_missing_where_all_their_numbers_are_the_same():
+    first, second, third, fourth = JOBS
+    known = [
+        made(first, version="0.0.1"),
+        made(second, device="NVIDIA H200"),
+        made(replace(third, chosen=True)),
+        made(replace(fourth, protocol=replace(QUICK, training=replace(QUICK.training, lr=0.5)))),
+    ]
+    assert missing(JOBS, known) == [second, third, fourth]
+    assert missing(JOBS, known, "cuda:0") == [first, third, fourth]
+    older = {**first.config, "description": "in other words", "numbers": {**first.config["numbers"]}}
+    del older["numbers"]["scaled"]  # which that version did not have
+    assert missing([first], [replace(known[0], job=older)]) == []
 
 
 def test_a_damaged_result_is_told_and_its_job_run_again(tmp_path, executed):

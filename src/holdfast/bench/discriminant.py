@@ -67,7 +67,8 @@ class Gaussian:
         """log N(x), of each row."""
         apart = x - self.mean
         far = (apart.square() @ self.rest.reciprocal()) - (apart @ self.known.T).square().sum(1)
-        return -0.5 * far - self.scale
+        found: Tensor = -0.5 * far - self.scale
+        return found
 
 
 class _Densities(nn.Module):

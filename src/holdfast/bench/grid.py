@@ -6,10 +6,11 @@ import functools
 import tempfile
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import BrokenExecutor, CancelledError, Executor, Future, as_completed
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from ..errors import ArgumentError, DataError, HoldfastError, HoldfastWarning
 from . import results
@@ -18,9 +19,9 @@ from .engines import dask, interrupts_held, processes
 from .jobs import Job, chosen, code_version, execute, grid
 from .measures import Run
 from .protocols import Protocol
-from .results import Result
+from .results import Result, differing
 
-__all__ = ["STRENGTHS", "Failure", "Outcome", "dask", "others", "processes", "run_all", "swept", "trials"]
+__all__ = ["STRENGTHS", "Failure", "Outcome", "dask", "missing", "others", "processes", "run_all", "swept", "trials"]
 
 STRENGTHS = (0.1, 1.0, 10.0, 100.0, 1000.0)
 SWEEP_SEED = 100  # a sequence of tasks that no table is made of
@@ -118,6 +119,24 @@ def swept(
         final.append(job)
     outcome = runner(final)
     return Outcome({**tried.found, **outcome.found}, {**tried.failed, **outcome.failed})
+
+
+def missing(jobs: Sequence[Job], known: Iterable[Result], device: str = "cpu") -> list[Job]:
+    """The jobs that none of these results is of, whatever version of the code made them, on a device of this kind."""
+    on_gpu = device.startswith("cuda")
+    there: dict[tuple[object, ...], list[Result]] = {}
+    for one in known:
+        if one.on_gpu == on_gpu:
+            there.setdefault(_which(one.job), []).append(one)
+
+    def has(job: Job) -> bool:
+        return any(not differing([job.config, one.job]) for one in there.get(_which(job.config), ()))
+
+    return [job for job in jobs if not has(job)]
+
+
+def _which(job: Mapping[str, Any]) -> tuple[object, ...]:
+    return tuple(job.get(name) for name in ("protocol", "method", "strength", "seed", "validating", "chosen"))
 
 
 def others(folder: Path) -> dict[str, int]:

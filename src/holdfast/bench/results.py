@@ -11,7 +11,7 @@ import os
 import secrets
 import stat
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -24,6 +24,9 @@ from .sound import require_sound
 FORMAT = 1
 _FILE, _BUNDLE = ".json", ".jsonl"
 _NAME = 160  # bytes of a file's name that tell what it is
+
+# What of a job is its own beside the protocol's numbers, or words about them.
+OWN = ("protocol", "method", "strength", "seed", "validating", "chosen", "keeps_data", "description")
 
 
 @dataclass(frozen=True)
@@ -163,6 +166,22 @@ def grouped(results: list[Result]) -> Iterator[tuple[str, list[Result]]]:
     final = [one for one in results if not one.validating]
     for protocol in dict.fromkeys(one.protocol for one in final):
         yield protocol, [one for one in final if one.protocol == protocol]
+
+
+def differing(jobs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The names of what differs. What an older version had no number for yet was off, so it is told as off here."""
+    told = [dict(_numbers(job)) for job in jobs]
+    names = sorted({name for each in told for name in each})
+    return [name for name in names if any((each.get(name) or None) != (told[0].get(name) or None) for each in told)]
+
+
+def _numbers(job: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
+    """All that decides a run, the numbers of its protocol and its training one by one; words about it do not."""
+    for name, value in job.items():
+        if isinstance(value, Mapping):
+            yield from _numbers(value)
+        elif name not in (*OWN, "name", "about"):
+            yield name, value
 
 
 def _readable(file: Path) -> Iterator[Result]:

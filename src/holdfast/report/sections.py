@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from ..bench.catalog import METHODS
 from ..bench.measures import Run
-from ..bench.results import Result, grouped
-
-# What of a job may differ between the runs of one entry, or is shown elsewhere.
-_OWN = ("protocol", "method", "strength", "seed", "validating", "chosen", "keeps_data", "description")
+from ..bench.results import OWN, Result, differing, grouped
 
 # What of how a run was made tells entries apart, and what is said of it where it differs.
 _APART = ("version", "device", "data")
@@ -99,7 +95,7 @@ class Section:
     def settings(self) -> list[tuple[str, str]]:
         """What all its jobs have in common: the protocol in its numbers."""
         jobs = [one.job for one in self.results]
-        common = [k for k in jobs[0] if k not in _OWN and all(k in job and job[k] == jobs[0][k] for job in jobs)]
+        common = [k for k in jobs[0] if k not in OWN and all(k in job and job[k] == jobs[0][k] for job in jobs)]
         return [(name.replace("_", " "), said) for name in common if (said := _plain(jobs[0][name]))]
 
 
@@ -140,7 +136,7 @@ def _section(
 def _alike(tried: list[Result]) -> list[Result]:
     """The runs on validation data that can be compared: made as the newest was, but for method and strength."""
     in_time = sorted(tried, key=lambda one: one.date)
-    return [one for one in in_time if _how(one) == _how(in_time[-1]) and not _differing([one.job, in_time[-1].job])]
+    return [one for one in in_time if _how(one) == _how(in_time[-1]) and not differing([one.job, in_time[-1].job])]
 
 
 def _how(one: Result) -> tuple[object, ...]:
@@ -160,7 +156,7 @@ def _notes(entries: Sequence[Entry], kept: Sequence[Result], older: int) -> list
         )
     mixed: dict[str, list[str]] = {}
     for entry in entries:
-        mixed.setdefault(", ".join(_differing([one.job for one in entry.results])), []).append(entry.label)
+        mixed.setdefault(", ".join(differing([one.job for one in entry.results])), []).append(entry.label)
     for names, labels in mixed.items():
         if names:
             notes.append(f"The runs of {', '.join(labels)} differ in more than the seed: {names}.")
@@ -173,22 +169,6 @@ def _notes(entries: Sequence[Entry], kept: Sequence[Result], older: int) -> list
 def distinct(values: Iterable[object]) -> list[str]:
     """What is there, once each and in order; nothing counts for nothing."""
     return sorted({_plain(value) for value in values if value not in (None, "")})
-
-
-def _differing(jobs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The names of what differs. What an older version had no number for yet was off, so it is told as off here."""
-    told = [dict(_numbers(job)) for job in jobs]
-    names = sorted({name for each in told for name in each})
-    return [name for name in names if any((each.get(name) or None) != (told[0].get(name) or None) for each in told)]
-
-
-def _numbers(job: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
-    """All that decides a run, the numbers of its protocol and its training one by one; words about it do not."""
-    for name, value in job.items():
-        if isinstance(value, Mapping):
-            yield from _numbers(value)
-        elif name not in (*_OWN, "name", "about"):
-            yield name, value
 
 
 def _tasks(result: Result) -> int:
