@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -83,6 +84,10 @@ def executed(monkeypatch):
         (["text", "--methods", "ewc", "--sweep"], "text has no validation data to choose a strength on"),
         (["digits", "--methods", "joint,frozen", "--sweep"], "none has one: joint, frozen"),
         (["digits", "--sweep-tasks", "3"], "give both"),
+        (["--sweep", "--besides", "{file}"], "give one of the two"),
+        (["--besides", "{file}"], "is not a folder of results, nor a file of them"),
+        (["--besides", "elsewhere.jsonl", "--device", "cpu"], "is not a folder of results, nor a file of them"),
+        (["--besides", "{file}", "--commands"], "auto is another machine's to say: give --device"),
         (["digits", "--methods", "all,kroneker"], "Did you mean kronecker"),
         (["cifar10-class", "--methods", "ewc", "--workers", "2"], "CIFAR-10 was not found"),
         (["--out", "{file}"], "it is a file, not a folder"),
@@ -257,6 +262,21 @@ def test_a_report_bundles_what_it_reads_and_reads_what_it_bundled(tmp_path, exec
     wrong = runner.invoke(app, ["report", str(folder), "--out", str(pages[0]), "--bundle", str(tmp_path / "all.json")])
     assert wrong.exit_code == 1
     assert "ends in .jsonl" in wrong.output
+
+
+def test_what_other_results_have_is_left_out_whatever_version_made_it(tmp_path, executed):
+    there, known = tmp_path / "results", tmp_path / "known"
+    known.mkdir()
+    old = made(Job(QUICK, "ewc", 1), "0.0.1+abcdef00")
+    write(known / "old.json", old)
+    asked = ["digits", "--methods", "ewc,joint", "--seeds", "2", "--besides", known]
+    told = bench(*asked, "--commands", *NUMBERS)
+    assert "known has 1 of 4 runs." in told.stderr
+    assert len(told.stdout.splitlines()) == 3
+    assert bench(*asked, "--out", there, *NUMBERS).exit_code == 0
+    assert executed == [Job(QUICK, "ewc", 0), Job(QUICK, "joint", 0), Job(QUICK, "joint", 1)]
+    write(known / "new.json", replace(old, made={**old.made, "device": "NVIDIA H200"}))
+    assert "known has 1 of 4 runs." in bench(*asked, "--commands", *NUMBERS).stderr  # another device's is another run
 
 
 def test_the_commands_are_the_jobs_of_the_grid(tmp_path, executed):

@@ -2,32 +2,26 @@
 
 from __future__ import annotations
 
-import math
-import shlex
 import sys
-import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from ..errors import ArgumentError, DataError, HoldfastWarning
+from ..errors import ArgumentError, DataError
+from .asked import Asked, print_commands
 from .console import app, console, escape, interruptible, need, or_exit, plain_warnings
+from .outcome import print_outcome
 from .progress import Shown
 
 if TYPE_CHECKING:
     from ..bench.grid import Outcome
     from ..bench.jobs import Job
-    from ..bench.protocols import Protocol
 
-_MOST_SEEDS = 1000
 _SWEPT = 5  # tasks that a strength is chosen on
-_NAMED = 3  # of the jobs that failed alike
 _DEFAULTS = "fine-tuning,frozen,joint,ewc,kronecker"
 
 
@@ -42,6 +36,9 @@ def bench(
         int | None, typer.Option(min=2, help="How many tasks a strength is chosen on; 5 if not given.")
     ] = None,
     out: Annotated[Path, typer.Option(help="The folder of results; what is there is not run again.")] = Path("results"),
+    besides: Annotated[
+        Path | None, typer.Option(help="Leave out what these results have, of whatever version: a bundle or a folder.")
+    ] = None,
     workers: Annotated[int, typer.Option(min=0, help="Processes to run jobs in; 0 is this one.")] = 0,
     device: Annotated[str, typer.Option(help="cpu, cuda, or auto: a GPU if there is one.")] = "auto",
     threads: Annotated[
@@ -66,87 +63,38 @@ def bench(
     }  # fmt: skip
     if sweep_tasks is not None and not sweep:
         sys.exit("--sweep-tasks is how many tasks --sweep chooses strengths on: give both.")
+    if besides is not None and sweep:
+        sys.exit("--besides goes by strengths that are given, and --sweep has yet to choose them: give one of the two.")
     looked = (sweep_tasks or _SWEPT) if sweep else None
     with interruptible("Stopped. What was finished is kept: the same command goes on from there."), plain_warnings():
-        asked = or_exit(lambda: _Asked.of(protocols or ["digits"], methods, seeds, strengths, sweep, changes))
+        asked = or_exit(lambda: Asked.of(protocols or ["digits"], methods, seeds, strengths, sweep, changes))
+        if besides is not None:
+            asked = _without(asked, besides, device, elsewhere=commands or dask is not None)
         if commands:
-            or_exit(lambda: _print_commands(asked, out, device, threads, looked, changes))
+            or_exit(lambda: print_commands(asked, out, device, threads, looked, changes))
             return
         from ..bench.machine import present
 
         outcome = or_exit(lambda: _run(asked, out, workers, dask, device, threads, looked))
-        _print_outcome(outcome, out, device if dask else present(device))
+        print_outcome(outcome, out, device if dask else present(device))
     if outcome.failed:
         raise typer.Exit(1)
 
 
-@dataclass(frozen=True)
-class _Asked:
-    """What is to be run, every word of it understood."""
+def _without(asked: Asked, besides: Path, device: str, *, elsewhere: bool) -> Asked:
+    """What is asked, less what other results have. Those of a GPU and those of a CPU do not stand for each other."""
+    from ..bench.machine import present
 
-    protocols: list[Protocol]
-    methods: list[str]
-    seeds: list[int]
-    strengths: list[float]
-
-    @classmethod
-    def of(
-        cls, protocols: list[str], methods: str, seeds: str, strengths: str | None, sweep: bool, changes: dict[str, Any]
-    ) -> _Asked:
-        from ..bench.catalog import METHODS, one_of
-        from ..bench.grid import STRENGTHS, SWEEP_SEED
-        from ..bench.protocols import PROTOCOLS
-
-        chosen = [one_of(name, PROTOCOLS, "protocol").changed(**changes) for name in protocols]
-        names = [name.strip() for name in methods.split(",") if name.strip()]
-        for name in names:
-            if name != "all":
-                one_of(name, METHODS, "method")
-        if "all" in names:  # that apply
-            names = [name for name, entry in METHODS.items() if all(map(entry.fits, chosen))]
-            some = [name for name, entry in METHODS.items() if any(map(entry.fits, chosen)) and name not in names]
-            if some:
-                warnings.warn(
-                    f"left out, as not all of these protocols can have it: {', '.join(some)}. Run the protocols one by "
-                    "one to have all that each can.", HoldfastWarning, stacklevel=2,
-                )  # fmt: skip
-        if not names:
-            raise ArgumentError("--methods names no method; `holdfast bench --list` shows them.")
-        numbers = _numbers(seeds, "seeds", int)
-        if "," not in seeds and not 1 <= numbers[0] <= _MOST_SEEDS:
-            raise ArgumentError(
-                f"--seeds {numbers[0]} is how many, from 1 to {_MOST_SEEDS}; to say which, write a comma after it: "
-                f"--seeds {numbers[0]},"
-            )
-        which = numbers if "," in seeds else list(range(numbers[0]))
-        found = (
-            _numbers(strengths, "strengths", float) if strengths is not None else list(STRENGTHS) if sweep else [1.0]
-        )
-        if sweep and not any(METHODS[name].has_strength for name in names):
-            raise ArgumentError(f"--sweep chooses strengths, and of these methods none has one: {', '.join(names)}.")
-        if sweep and len(set(found)) < 2:
-            raise ArgumentError("--sweep chooses among strengths: give two or more, with commas.")
-        if SWEEP_SEED in which:
-            raise ArgumentError(f"seed {SWEEP_SEED} is the one that strengths are chosen on: take others.")
-        return cls(chosen, names, which, found)
-
-    @property
-    def jobs(self) -> list[Job]:
-        from ..bench.jobs import grid
-
-        return list(dict.fromkeys(grid(self.protocols, self.methods, self.seeds, self.strengths)))
-
-    def sweep(self, tasks: int) -> tuple[list[Job], list[Job]]:
-        """The jobs of a sweep's two stages; those of the second before their strengths are known."""
-        from ..bench.grid import trials
-        from ..bench.jobs import grid
-
-        first = trials(self.protocols, self.methods, self.strengths, tasks)
-        return list(dict.fromkeys(first)), list(dict.fromkeys(grid(self.protocols, self.methods, self.seeds)))
+    if elsewhere and device == "auto":
+        sys.exit("--besides must know what the jobs will run on, and auto is another machine's to say: give --device.")
+    left = or_exit(lambda: asked.besides(besides, device if elsewhere else present(device)))
+    said = f"{besides} has {len(left.left_out)} of {len(asked.jobs)} runs."
+    print(said, file=sys.stderr)
+    return left
 
 
 def _run(
-    asked: _Asked, out: Path, workers: int, address: str | None, device: str, threads: int, sweep: int | None
+    asked: Asked, out: Path, workers: int, address: str | None, device: str, threads: int, sweep: int | None
 ) -> Outcome:
     from ..bench.grid import dask, others, processes, run_all, swept
     from ..bench.machine import present
@@ -219,92 +167,3 @@ def _list() -> None:
         if known is PROTOCOLS:
             console.print(f"\n{escape(SHARED)}", soft_wrap=True)
         console.print()
-
-
-def _numbers(text: str, what: str, kind: type) -> list[Any]:
-    try:
-        found = [kind(each) for each in text.split(",") if each.strip()]
-        if not found or not all(0 <= each < math.inf for each in found):
-            raise ValueError
-    except ValueError:
-        raise ArgumentError(f"--{what} takes numbers with commas between them, 0 or more, got {text!r}.") from None
-    return found
-
-
-def _print_commands(
-    asked: _Asked, out: Path, device: str, threads: int | None, sweep: int | None, changes: dict[str, Any]
-) -> None:
-    """A line for each job; of a sweep, whose second stage waits for its first, one for each method."""
-    shared = {"out": out, "device": device, "threads": threads, **changes}
-    if sweep is None:
-        for job in asked.jobs:
-            _print_command(job.protocol.name, job.method, [job.seed], [job.strength], [], shared)
-        return
-    print(
-        "A sweep has two stages: strengths are chosen on validation data, then run. Each command does both for one "
-        "method, for all seeds.",
-        file=sys.stderr,
-    )
-    from ..bench.catalog import METHODS
-
-    for protocol in asked.protocols:
-        for method in asked.methods:
-            tuned = METHODS[method].has_strength
-            how = ["--sweep", "--sweep-tasks", str(sweep)] if tuned else []
-            _print_command(protocol.name, method, asked.seeds, asked.strengths if tuned else [1.0], how, shared)
-
-
-def _print_command(
-    protocol: str, method: str, seeds: list[int], strengths: list[float], how: list[str], shared: dict[str, Any]
-) -> None:
-    words = ["holdfast", "bench", protocol.split(" (")[0], "--methods", method]
-    words += ["--seeds", "".join(f"{seed}," for seed in seeds), "--strengths", ",".join(map(repr, strengths)), *how]
-    for name, value in shared.items():
-        words += [] if value is None else [f"--{name.replace('_', '-')}", str(value)]
-    print(shlex.join(words))
-
-
-def _ends(outcome: Outcome) -> list[str]:
-    """Where a sweep's best strength is the last one it was offered."""
-    from ..bench.measures import at_an_end, best
-
-    tried: dict[tuple[str, str], dict[float, float]] = {}
-    failed = {(job.protocol.name, job.method) for job in outcome.failed if job.validating}
-    for job, result in outcome.found.items():
-        if job.validating and (job.protocol.name, job.method) not in failed:
-            tried.setdefault((job.protocol.name, job.method), {})[job.strength] = result.run.average
-    return [
-        f"{protocol}: {method} did best at {best(scores):g}, the {end} strength that was tried. Beyond it may be "
-        "better ones: give --strengths more."
-        for (protocol, method), scores in tried.items()
-        if len(scores) > 1 and (end := at_an_end(scores))
-    ]
-
-
-def _print_outcome(outcome: Outcome, out: Path, device: str) -> None:
-    from ..bench.measures import percent
-    from ..bench.results import grouped
-
-    for protocol, results in grouped(list(outcome.found.values())):
-        table = Table(title=protocol, title_justify="left", box=SIMPLE_HEAD)
-        for heading in ("method", "strength", "average, %", "forgotten,\npoints", "each when\nnew, %", "seeds"):
-            table.add_column(heading, justify="left" if heading == "method" else "right", no_wrap=True)
-        for method, strength in dict.fromkeys((one.run.method, one.strength) for one in results):
-            runs = [one.run for one in results if (one.run.method, one.strength) == (method, strength)]
-            cells = [percent([getattr(run, each) for run in runs]) for each in ("average", "forgetting", "newest")]
-            table.add_row(method, "" if strength is None else f"{strength:g}", *cells, str(len(runs)))
-        console.print(table)
-    for line in _ends(outcome):
-        console.print(escape(line), soft_wrap=True)
-    for error in dict.fromkeys(outcome.failed.values()):  # what befell many is told once
-        jobs = [job for job, said in outcome.failed.items() if said == error]
-        names = "; ".join(job.name for job in jobs[:_NAMED])
-        rest = f"; and {len(jobs) - _NAMED} more" if len(jobs) > _NAMED else ""
-        which = names if len(jobs) == 1 else f"{len(jobs)} jobs ({names}{rest})"
-        written = next((path for job in jobs if (path := job.error_path(out, device)).exists()), None)
-        more = f" All of it: {written}" if written else ""
-        console.print(f"[red]failed[/red] {escape(f'{which}: {error}{more}')}", soft_wrap=True)
-    if outcome.found:
-        console.print(
-            f"The page of all this: [bold]holdfast report {escape(shlex.quote(str(out)))}[/bold]", soft_wrap=True
-        )
