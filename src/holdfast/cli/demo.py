@@ -1,4 +1,4 @@
-"""holdfast demo: what is forgotten, with and without a hold, in less than a minute."""
+"""holdfast demo: what is forgotten, with and without a hold."""
 
 from __future__ import annotations
 

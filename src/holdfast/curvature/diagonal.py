@@ -37,9 +37,10 @@ def diagonal_fisher(
     dicts with 'labels'; `forward(model, batch)` adapts unusual calls. One pass; the model is left as it was. `only`
     takes it of a part of the parameters, by patterns over their names ("head.*").
 
-    It costs about one training pass: gradients are tapped where operations use the parameters, and what cannot be
-    tapped goes some examples at a time (`coverage` tells which). `memory` is how many bytes the gradients of single
-    examples may take at once; `taps=False` takes every parameter the general way.
+    With labels sampled or observed it costs about one training pass, and with expected ones a backward pass for each
+    class but one: gradients are tapped where operations use the parameters, and what cannot be tapped goes some
+    examples at a time (`coverage` tells which). `memory` is how many bytes the gradients of single examples may take
+    at once; `taps=False` takes every parameter the general way.
 
     Of a model in DistributedDataParallel, call it on all ranks, each with batches of its own: all get the Fisher of all
     the data. Sampled labels are other ones on each rank.
