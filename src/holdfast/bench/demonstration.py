@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
-from .grid import SWEEP_SEED
-from .jobs import Job, chosen, execute
+from ..errors import HoldfastError
+from .grid import SWEEP_SEED, run_all
+from .jobs import Job, chosen
 from .measures import Run
 from .protocols import PROTOCOLS, Protocol
 
@@ -34,16 +38,18 @@ class Digits:
 
     @property
     def rounds(self) -> int:
-        """How many stages are learned in all, for a progress bar."""
-        return (
-            len(STRENGTHS) * self._few.tasks + (8 * self.tasks + 1) * self.seeds
-        )  # one method less where strength 1 is chosen
+        """How many runs there are, for a progress bar; one for each seed less where strength 1 is chosen."""
+        return len(STRENGTHS) + 9 * self.seeds
 
-    def run(self, progress: Callable[[str], None] = lambda learned: None) -> tuple[float, list[Run]]:
-        """The strength chosen for the diagonal on validation data, and all runs. `progress` is told of each stage."""
-        seeds = range(self.seeds)
+    def run(
+        self, progress: Callable[[str], None] = lambda made: None, executor: Executor | None = None
+    ) -> tuple[float, list[Run]]:
+        """The strength chosen for the diagonal on validation data, and all runs. `progress` is told of each run.
+
+        They are made here one after another, or where the executor makes them.
+        """
         tried = [Job(self._few, "ewc", SWEEP_SEED, each, validating=True) for each in STRENGTHS]
-        strength = chosen({job: self._made("choosing", job, progress) for job in tried}, lambda job: True)
+        strength = chosen(_made(tried, executor, progress), lambda job: True)
         compared = {
             "fine-tuning": ("fine-tuning", 1.0),
             "frozen after task 1": ("frozen", 1.0),
@@ -55,13 +61,19 @@ class Digits:
             "Kronecker, rotated steps": ("kronecker-rotated", 1.0),
             "joint, all data kept": ("joint", 1.0),
         }
-        return strength, [
-            self._made(name, Job(self.protocol, method, seed, each), progress)
-            for seed in seeds
+        jobs = [
+            (name, Job(self.protocol, method, seed, each))
+            for seed in range(self.seeds)
             for name, (method, each) in compared.items()
         ]
+        found = _made([job for _, job in jobs], executor, progress)
+        return strength, [replace(found[job], method=name) for name, job in jobs]
 
-    def _made(self, name: str, job: Job, progress: Callable[[str], None]) -> Run:
+
+def _made(jobs: Sequence[Job], executor: Executor | None, progress: Callable[[str], None]) -> dict[Job, Run]:
+    with TemporaryDirectory() as folder:
         # One thread: so small a network only waits for a second one.
-        made = execute(job, threads=1, progress=lambda learned: progress(f"{name}: {learned}")).run
-        return replace(made, method=name)
+        outcome = run_all(jobs, Path(folder), executor, threads=1, progress=lambda job, result: progress(job.name))
+    if outcome.failed:
+        raise HoldfastError("; ".join(f"{job.name}: {said}" for job, said in outcome.failed.items()))
+    return {job: result.run for job, result in outcome.found.items()}
