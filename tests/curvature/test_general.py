@@ -472,3 +472,26 @@ def test_lists_with_an_element_for_each_example_are_cut_on_every_path():
         batch = {"x": x, "task": tasks, "labels": y}
         fisher = holdfast.diagonal_fisher(model, [batch], holdfast.categorical, targets="observed", taps=taps)
         assert max(relative_errors(fisher.entries, exact.entries).values()) <= 1e-9
+
+
+class Twice(nn.Module):
+    """Modules that stand in the model under two names, one of them with statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        layer, norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+        self.body = nn.Sequential(layer, norm, nn.Tanh(), layer, norm, nn.Tanh())
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.head(self.body(x))
+
+
+def test_a_module_with_two_names_is_one_and_keeps_its_own_weights():
+    model, batch = made(Twice)
+    before = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    fisher = holdfast.diagonal_fisher(model, [batch], holdfast.categorical, targets="observed", taps=False)
+    assert max(relative_errors(fisher.entries, squares_loop(model, batch, holdfast.categorical.nll)).values()) <= 1e-9
+    after = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    assert [(name, id(tensor)) for name, tensor in after] == [(name, id(tensor)) for name, tensor in before]
