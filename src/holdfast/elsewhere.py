@@ -33,10 +33,26 @@ def run_at(
     unknown = [name for name in params if name not in known]
     if unknown:
         raise MismatchError(f"the model has no {some(unknown)}.")
-    own = {id(parameter): name for name, parameter in model.named_parameters()}
-    values = {f"model.{own[id(known[name])]}": value for name, value in params.items()}
-    values |= {f"model.{name}": value for name, value in (buffers or {}).items()}
-    found: Found = functional_call(_Called(model, call), values, ())
+    own: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    given = {id(known[name]): value for name, value in params.items()}
+    given |= {id(own[name]): value for name, value in (buffers or {}).items()}
+    called = _Called(model, call)
+    values = {place: given[tensor] for tensor, every in places(called).items() if tensor in given for place in every}
+    found: Found = functional_call(called, values, (), tie_weights=False)
+    return found
+
+
+def places(module: nn.Module) -> dict[int, list[str]]:
+    """Where each parameter and buffer is, by its id: more than one place for those that are tied.
+
+    A module that stands in another twice has its own once. `functional_call` would tie by names, swap such a module's
+    tensors twice, and leave the ones given where the module's own were.
+    """
+    found: dict[int, list[str]] = {}
+    for prefix, each in module.named_modules():
+        for key, tensor in (*each._parameters.items(), *each._buffers.items()):
+            if tensor is not None:
+                found.setdefault(id(tensor), []).append(f"{prefix}.{key}" if prefix else key)
     return found
 
 

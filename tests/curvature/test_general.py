@@ -265,6 +265,36 @@ class Counts(nn.Module):
         return self.head(x.new_zeros(len(x), 4).index_add(0, owner, torch.tanh(self.layer(x[owner]))) + x)
 
 
+class Dispatches(nn.Module):
+    """Experts with as many places as there are examples, each sent to its own by a one-hot matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.experts = nn.Linear(4, 2), nn.Parameter(torch.randn(2, 4, 3))
+
+    def forward(self, x):
+        weight, expert = self.gate(x).softmax(-1).max(-1)
+        taken = nn.functional.one_hot(expert, 2)
+        place = ((taken.cumsum(0) - 1) * taken).sum(-1)
+        sent = taken.unsqueeze(-1) * nn.functional.one_hot(place, len(x)).unsqueeze(1).to(x)  # (batch, experts, places)
+        found = torch.bmm(torch.einsum("bep,bi->epi", sent, x), self.experts)
+        return torch.einsum("bep,epo->bo", sent * weight.view(-1, 1, 1), found)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_examples_that_are_sent_to_places_by_a_matrix(seed):
+    torch.manual_seed(seed)
+    model = Dispatches().double()
+    batches = [(torch.randn(5, 4, dtype=torch.float64), torch.arange(5) % 3) for _ in range(2)]
+    fisher = holdfast.dense_fisher(model, batches, holdfast.categorical, targets="observed")
+    scores = [
+        torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)])
+        for x, y in batches
+        for loss in holdfast.categorical.nll(model(x), y)
+    ]
+    torch.testing.assert_close(fisher.matrix, sum(torch.outer(score, score) for score in scores))
+
+
 @pytest.mark.parametrize("kind", [Sorts, Turns, Ties])
 @pytest.mark.parametrize("size", [3, 4, 8])
 @pytest.mark.parametrize("seed", range(3))
@@ -472,3 +502,26 @@ def test_lists_with_an_element_for_each_example_are_cut_on_every_path():
         batch = {"x": x, "task": tasks, "labels": y}
         fisher = holdfast.diagonal_fisher(model, [batch], holdfast.categorical, targets="observed", taps=taps)
         assert max(relative_errors(fisher.entries, exact.entries).values()) <= 1e-9
+
+
+class Twice(nn.Module):
+    """Modules that stand in the model under two names, one of them with statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        layer, norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+        self.body = nn.Sequential(layer, norm, nn.Tanh(), layer, norm, nn.Tanh())
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.head(self.body(x))
+
+
+def test_a_module_with_two_names_is_one_and_keeps_its_own_weights():
+    model, batch = made(Twice)
+    before = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    fisher = holdfast.diagonal_fisher(model, [batch], holdfast.categorical, targets="observed", taps=False)
+    assert max(relative_errors(fisher.entries, squares_loop(model, batch, holdfast.categorical.nll)).values()) <= 1e-9
+    after = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    assert [(name, id(tensor)) for name, tensor in after] == [(name, id(tensor)) for name, tensor in before]

@@ -109,6 +109,14 @@ def test_an_operation_without_a_second_derivative_is_refused(hessian):
         hessian(Model(), [(torch.randn(10, 3), torch.randn(10, 2))], holdfast.gaussian(1.0))
 
 
+@pytest.mark.parametrize("hessian", [holdfast.diagonal_hessian, holdfast.hutchinson_hessian])
+def test_an_operation_that_torch_cannot_differentiate_twice_is_refused(hessian):
+    model = nn.Sequential(nn.EmbeddingBag(5, 4), nn.Linear(4, 2))
+    batch = (torch.tensor([[0, 1], [2, 3], [4, 4]]), torch.tensor([0, 1, 1]))
+    with pytest.raises(holdfast.DataError, match=r"batch 0: .* twice .*embedding_bag.* Freeze"):
+        hessian(model, [batch], holdfast.categorical)
+
+
 class Bilinear(nn.Module):
     """A loss that is linear in each of its layers, and a parameter that nothing uses."""
 

@@ -332,6 +332,26 @@ def test_a_kernel_kept_in_another_order_stays_diagonal(axes):
         close(parts(fisher)[1]["body.weight"], diagonal.entries["body.weight"])
 
 
+@pytest.mark.parametrize("kernel", [1, 3])
+def test_a_kernel_that_goes_one_way_and_back_stays_diagonal(kernel):
+    """An autoencoder's: what are inputs one way are outputs the other, and a factor would be of both."""
+
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight, self.bias = nn.Parameter(torch.randn(3, 3, kernel, kernel)), nn.Parameter(torch.randn(3))
+
+        def forward(self, x):
+            return F.conv_transpose2d(torch.tanh(F.conv2d(x, self.weight, self.bias)), self.weight)
+
+    case = ends(Both, 3, 5, 5)
+    fisher = holdfast.kronecker_fisher(case.model(), case.batches(), case.likelihood)
+    diagonal = holdfast.diagonal_fisher(case.model(), case.batches(), case.likelihood)
+    assert {"body.weight", "body.bias"} == set(parts(fisher)[1])
+    for name, entries in parts(fisher)[1].items():
+        close(entries, diagonal.entries[name])
+
+
 @pytest.mark.parametrize(("alpha", "beta", "size"), [(1, 1, 4), (2, 1, 4), (1, 3, 4), (2, 2, 4), (1, 1, 1)])
 def test_a_bias_is_folded_in_only_where_it_is_added_to_each_output_as_the_product_is(alpha, beta, size):
     class Scaled(nn.Module):

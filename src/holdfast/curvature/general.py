@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from ..elsewhere import places
 from ..params import some
 from .batches import Batch
 from .forms import Limit
@@ -79,25 +80,26 @@ class General:
         if tree_flatten((one.content, one.inputs, one.target))[1] != form:
             return None  # lists with an element for each example
         runner = _Runner(self._scoring)
-        names = _runner_names(runner, named)
+        at = places(runner)
 
         def losses(params: dict[str, Tensor], rows: Sequence[Tensor]) -> Tensor:
             each = iter(rows)
             filled = [next(each).unsqueeze(0) if row else leaf for leaf, row in zip(leaves, rowed, strict=True)]
             content, inputs, target = tree_unflatten(filled, form)
             example = Batch(batch.index, content, inputs, target, 1)
-            found: Tensor = torch.func.functional_call(runner, params, (example,))
+            tied = {place: param for name, param in params.items() for place in at[id(named[name])]}
+            found: Tensor = torch.func.functional_call(runner, tied, (example,), tie_weights=False)
             return found[:, 0]
 
         rows = [leaf[start:stop] for leaf, row in zip(leaves, rowed, strict=True) if row]
-        params = {names[name]: parameter.detach() for name, parameter in named.items()}
+        params = {name: parameter.detach() for name, parameter in named.items()}
         try:
             with warnings.catch_warnings(), torch.no_grad(), backward(next(iter(named.values()))):
                 warnings.simplefilter("ignore")  # torch.func says which operations it batches slowly
-                found = torch.func.vmap(torch.func.jacrev(losses), in_dims=(None, 0))(params, rows)
+                found: Scores = torch.func.vmap(torch.func.jacrev(losses), in_dims=(None, 0))(params, rows)
         except Exception:  # what torch.func cannot do is done one by one, and fails there if it must
             return None
-        return {name: found[names[name]] for name in named}
+        return found
 
 
 class _Runner(nn.Module):
@@ -111,12 +113,6 @@ class _Runner(nn.Module):
     def forward(self, example: Batch) -> Tensor:
         scoring = self._scoring[0]
         return scoring.losses(scoring.output(example), example)
-
-
-def _runner_names(runner: nn.Module, named: Mapping[str, Tensor]) -> dict[str, str]:
-    """The names that a module itself has for parameters."""
-    own = {id(parameter): name for name, parameter in runner.named_parameters()}
-    return {name: own[id(parameter)] for name, parameter in named.items()}
 
 
 def _agree(many: Tensor, one: Tensor) -> bool:

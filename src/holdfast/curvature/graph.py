@@ -15,6 +15,8 @@ Value = tuple[Node, int]
 
 _LEAF = "torch::autograd::AccumulateGrad"
 MOVING = ("Index", "Gather", "Scatter", "MaskedSelect", "Sort", "Topk", "Flip", "Roll", "Take")
+# Matrix products, and the first of the two inputs that they multiply.
+_PRODUCTS = {"MmBackward0": 0, "BmmBackward0": 0, "AddmmBackward0": 1}
 
 
 class Graph:
@@ -54,6 +56,16 @@ class Graph:
             if name in moving and _moves(node, size):
                 return name
         return ""
+
+    def mixes_rows(self, other: Graph) -> str:
+        """The first matrix product that sums over more entries than in a graph of fewer examples, if there is one.
+
+        It may send each example to a row of its own (an expert's places, by a one-hot matrix) and another's gradient
+        then stands where an example's own should be.
+        """
+        ours, theirs = ([node for node in graph.nodes if node.name() in _PRODUCTS] for graph in (self, other))
+        differ = (mine.name() for mine, its in zip(ours, theirs, strict=False) if _terms(mine) != _terms(its))
+        return next(differ, "") if len(ours) == len(theirs) else ""
 
     @property
     def structure(self) -> tuple[Any, ...]:
@@ -120,6 +132,16 @@ def _moves(node: Node, size: int) -> bool:
         return False
     places = torch.arange(size, device=first.device)
     return first.dtype in (torch.bool, torch.uint8) or not torch.equal(first.flatten().to(places.dtype), places)
+
+
+def _terms(node: Node) -> int:
+    """Over how many entries a matrix product sums; zero where no gradient goes through it."""
+    first = _PRODUCTS[node.name()]
+    for slot, axis in ((first, -1), (first + 1, -2)):
+        source, output = node.next_functions[slot]
+        if source is not None:
+            return shapes(source)[output][axis]
+    return 0
 
 
 def shapes(node: Node) -> tuple[tuple[int, ...], ...]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -86,7 +87,7 @@ def _summed(
         with alike(model, ranks), sdpa_kernel(SDPBackend.MATH):
             for batch in read(batches, model, empty=ranks.apart):
                 batch, losses = scoring.counted(batch)
-                with backward(losses):
+                with backward(losses), _named(batch.index):
                     gradients = torch.autograd.grad(losses.sum(), parameters, create_graph=True, materialize_grads=True)
                     require_twice(gradients)
                     for name, entries in zip(named, diagonal(gradients, parameters), strict=True):
@@ -96,6 +97,20 @@ def _summed(
         source = scoring.source()
         ranks.add_(*total.values())
     return SignedDiagonal(total, (source,))
+
+
+@contextmanager
+def _named(index: int) -> Iterator[None]:
+    """Say at which batch, and the way out, where an operation raises for want of a second derivative."""
+    try:
+        yield
+    except (RuntimeError, NotImplementedError) as error:
+        if "out of memory" in str(error):
+            raise
+        raise DataError(
+            f"batch {index}: the model cannot be differentiated twice ({error}). Freeze what the operation is for, or "
+            "write it in operations that have a second derivative."
+        ) from error
 
 
 def require_twice(gradients: Sequence[Tensor]) -> None:

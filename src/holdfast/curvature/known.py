@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ _WEIGHTS = {
     "AddmmBackward0": (1, 2), "MmBackward0": (0, 1), "BmmBackward0": (0, 1), "ConvolutionBackward0": (1,),
 }  # fmt: skip
 _BIASES = {"AddmmBackward0": 0, "ConvolutionBackward0": 2}
+Way = tuple[Any, ...]
 
 
 class Known:
@@ -26,7 +28,7 @@ class Known:
         self.biases: dict[str, str | None] = {}  # by weight
         self.why: dict[str, str] = {}  # reasons for which other parameters are no layer's
         self._named = named
-        self._ways: dict[str, set[tuple[int, bool | None]]] = {}  # how each weight is used
+        self._ways: dict[str, set[Way]] = {}  # how each weight is used
 
     def meet(self, plan: Plan, graph: Graph) -> None:
         """Sort in what a plan brings that is new, and raise where it uses a layer in another way."""
@@ -44,13 +46,13 @@ class Known:
             if bias is not None:
                 sharing.setdefault(bias, []).append(weight)
         for name, bias in self.biases.items():
-            self._require_alike(name, plan, uses, sharing[bias] if bias is not None else [])
+            self._require_alike(name, plan, graph, uses, sharing[bias] if bias is not None else [])
 
     def _sort(self, plan: Plan, graph: Graph, uses: Counter[Site]) -> None:
         fresh = {name: sites for name, sites in plan.sites.items() if name not in self.biases and name not in self.why}
         at: dict[int, list[str]] = {site.place: [] for sites in fresh.values() for site in sites}
         for name, sites in fresh.items():
-            why = _unfit(sites, uses, self._named[name])
+            why = _unfit(sites, uses, self._named[name], graph)
             if why:
                 self.why[name] = why
             else:
@@ -65,13 +67,13 @@ class Known:
                 if _is_bias(sites, fresh[weight], self._named[name], graph):
                     self.biases[weight] = name
 
-    def _require_alike(self, name: str, plan: Plan, uses: Counter[Site], sharing: list[str]) -> None:
+    def _require_alike(self, name: str, plan: Plan, graph: Graph, uses: Counter[Site], sharing: list[str]) -> None:
         """Raise where a batch uses a layer in another way than the batch that made it one; `sharing` have its bias."""
         sites, bias = plan.sites.get(name, ()), self.biases[name]
         places = {site.place for weight in sharing for site in plan.sites.get(weight, ())}
         apart = bias is not None and {site.place for site in plan.sites.get(bias, ())} != places
-        another = bool(sites) and bool(_unfit(sites, uses, self._named[name]))
-        ways = {(site.slot, turned(site, self._named[name])) for site in sites}
+        another = bool(sites) and bool(_unfit(sites, uses, self._named[name], graph))
+        ways = {_way(site, self._named[name], graph) for site in sites}
         if apart or another or (ways and self._ways.setdefault(name, ways) != ways):
             raise DataError(
                 f"`{name}` is a layer{f' with `{bias}`' if bias else ''} in one batch, and used in another way in a "
@@ -80,7 +82,7 @@ class Known:
             )
 
 
-def _unfit(sites: tuple[Site, ...], uses: Counter[Site], parameter: Tensor) -> str:
+def _unfit(sites: tuple[Site, ...], uses: Counter[Site], parameter: Tensor, graph: Graph) -> str:
     """Why a parameter is no layer's weight; nothing if it is."""
     if not parameter.numel():
         return "it has no entries"
@@ -91,9 +93,17 @@ def _unfit(sites: tuple[Site, ...], uses: Counter[Site], parameter: Tensor) -> s
             return "it is computed with before it is used"
         if turned(site, parameter) is None:
             return "a part of it is used, or in another order"
-    if len({(turned(site, parameter), site.weight, site.slot) for site in sites}) > 1:
+    if len({_way(site, parameter, graph) for site in sites}) > 1:
         return "it is used in two ways"
     return ""
+
+
+def _way(site: Site, parameter: Tensor, graph: Graph) -> Way:
+    """How a weight is used: which of its axes are inputs, and which outputs."""
+    call = site.call(graph)
+    convolves = site.operation == "ConvolutionBackward0"  # an autoencoder's kernel may go one way, and the other back
+    kind = (call.saved("transposed"), call.saved("groups")) if convolves else ()
+    return (site.slot, turned(site, parameter), site.weight, *kind)
 
 
 def _is_bias(sites: tuple[Site, ...], weights: tuple[Site, ...], bias: Tensor, graph: Graph) -> bool:

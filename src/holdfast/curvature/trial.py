@@ -41,6 +41,7 @@ class Trial:
             scoring.output(few)
         self._losses = scoring.losses(scoring.output(few), few)
         self._graph = Graph(self._losses, named)
+        self._mixing = graph.mixes_rows(self._graph)
         self._plan, self._twins = planned(graph, self._graph, named, batch.size, few.size)
 
     def checked(self, limit: Limit) -> Plan:
@@ -53,6 +54,9 @@ class Trial:
         plan = self._plan.without(dict.fromkeys(hidden, "it is used where the graph does not show it"))
         if self._picks.by:
             why = f"the model picks rows by their content ({self._picks.by}), so they could be any example's"
+            return plan.without(dict.fromkeys(plan.sites, why))
+        if self._mixing:
+            why = f"{self._mixing} sums over the examples, so a row could be any example's"
             return plan.without(dict.fromkeys(plan.sites, why))
         if not plan.sites:
             return plan
