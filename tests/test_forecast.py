@@ -417,8 +417,11 @@ class TestBudget:
         posterior = holdfast.consolidate(holdfast.prior(other), other, fisher)
         given = holdfast.Memory.of(posterior, other, memory.probes, memory.answers)
         optimizer = torch.optim.Adam(other.parameters(), lr=1e-2)
-        with pytest.raises(holdfast.MismatchError, match="forward=lambda model, inputs"):
+        with pytest.raises(holdfast.ArgumentError, match="forward=lambda model, inputs"):
             holdfast.hold(optimizer, other, given, num_data=len(x), budget=0.05)
+        with pytest.raises(holdfast.ArgumentError, match="forward=lambda model, inputs"):
+            holdfast.forecast(other, given)
+        assert holdfast.forecast(other, given, forward=lambda m, i: m({"x": i})["scores"]).probes is not None
         with pytest.raises(holdfast.ArgumentError, match="no budget here"):
             holdfast.hold(optimizer, other, given, num_data=len(x), forward=lambda m, i: m({"x": i})["scores"])
         with holdfast.hold(
