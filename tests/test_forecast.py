@@ -417,8 +417,11 @@ class TestBudget:
         posterior = holdfast.consolidate(holdfast.prior(other), other, fisher)
         given = holdfast.Memory.of(posterior, other, memory.probes, memory.answers)
         optimizer = torch.optim.Adam(other.parameters(), lr=1e-2)
-        with pytest.raises(holdfast.MismatchError, match="forward=lambda model, inputs"):
+        with pytest.raises(holdfast.ArgumentError, match="forward=lambda model, inputs"):
             holdfast.hold(optimizer, other, given, num_data=len(x), budget=0.05)
+        with pytest.raises(holdfast.ArgumentError, match="forward=lambda model, inputs"):
+            holdfast.forecast(other, given)
+        assert holdfast.forecast(other, given, forward=lambda m, i: m({"x": i})["scores"]).probes is not None
         with pytest.raises(holdfast.ArgumentError, match="no budget here"):
             holdfast.hold(optimizer, other, given, num_data=len(x), forward=lambda m, i: m({"x": i})["scores"])
         with holdfast.hold(
@@ -631,6 +634,34 @@ class TestGrownAndStale:
         rise = loss(grown, x, y) - loss(model, x, y)
         assert rise > 0.05
         assert rise / 1.5 < said.rise < 1.5 * rise
+
+    @GOES_BACK
+    @pytest.mark.parametrize("likelihood", [holdfast.bernoulli, holdfast.gaussian(0.5)], ids=["yes-no", "numbers"])
+    def test_outputs_that_stand_each_for_itself_lose_nothing_to_those_that_were_added(self, likelihood):
+        x, y = clouds(rows=300)
+        y = F.one_hot(y, 3).float()
+        model = trained(x, y.argmax(1), steps=20)
+        memory = remembered(model, x, y, likelihood)
+        grown = nn.Sequential(nn.Linear(10, 40), nn.ReLU(), nn.Linear(40, 5))
+        with torch.no_grad():
+            grown[0].load_state_dict(model[0].state_dict())
+            grown[2].weight[:3], grown[2].bias[:3] = model[2].weight, model[2].bias
+            model[2].bias += 0.5
+            plain = holdfast.forecast(model, memory).rise
+        assert abs(plain) > 0.05
+        memory = memory.expanded(grown)
+        assert holdfast.forecast(grown, memory).rise == pytest.approx(0.0, abs=1e-5)
+        optimizer = torch.optim.SGD(grown.parameters(), lr=0.1)
+        with holdfast.hold(optimizer, grown, memory, num_data=300, budget=0.1) as handle:
+            for _ in range(3):
+                optimizer.zero_grad()
+                likelihood.nll(grown(x), torch.ones(300, 5)).mean().backward()
+                optimizer.step()
+        assert handle.spent.rise <= 0.1
+        with torch.no_grad():
+            grown[0].load_state_dict(model[0].state_dict())
+            grown[2].weight[:3], grown[2].bias[:3] = model[2].weight, model[2].bias
+        assert holdfast.forecast(grown, memory).rise == pytest.approx(plain, rel=1e-4)
 
     def test_answers_that_stand_for_less_than_the_memory_are_doubted(self, scene):
         model, memory, x, y = scene

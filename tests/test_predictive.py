@@ -179,6 +179,10 @@ def test_draws_of_two_seeds_mix_to_one(name):
         torch.testing.assert_close(one.probabilities, torch.stack([squash(each) for each in outputs]).mean(0))
     with pytest.raises(holdfast.MismatchError, match="not of the same examples"):
         a.mixed(type(a).stacked([b, b]))
+    if name == "relu-mlp":  # as a loader that shuffles gives them at another reading
+        turned = [tuple(part.flip(0) for part in batch) for batch in case.batches()]
+        with pytest.raises(holdfast.MismatchError, match="without shuffling"):
+            a.mixed(holdfast.predictive(model, posterior, turned, case.likelihood, samples=2))
 
 
 def test_neither_batches_nor_parts_change_it():

@@ -84,6 +84,14 @@ class TestMoments:
         assert "rank 3" in repr(probes)
 
     @pytest.mark.parametrize(
+        "labels", [torch.zeros(20, dtype=torch.long), torch.randn(20, 2)], ids=["classes", "numbers"]
+    )
+    def test_of_a_dict_the_labels_are_no_inputs(self, labels):
+        x = inputs(20)
+        probes = holdfast.gaussian_probes([{"x": x, "labels": labels}])
+        torch.testing.assert_close(probes.components[0].mean, x.mean(0).float())
+
+    @pytest.mark.parametrize(
         ("given", "how", "match"),
         [
             ([torch.zeros(3, 4, dtype=torch.long)], {}, "own_text"),
@@ -98,6 +106,7 @@ class TestMoments:
             ([torch.randn(3, 4), torch.randn(3, 5)], {}, r"batch 1 has inputs of shape \(5,\)"),
             ([torch.full((3, 4), float("nan"))], {}, "not all finite"),
             ([torch.randn(3)], {}, "a tensor"),
+            ([{"input_ids": torch.zeros(3, 4, dtype=torch.long), "labels": torch.randn(3, 2)}], {}, "got dict"),
             (["text"], {}, "got str"),
             ([torch.randn(3, 4)], {"layer": "0"}, "`model` and `layer`"),
             ([torch.randn(3, 6)], {"layer": "5", "model": small()}, "has no module `5`. It has"),

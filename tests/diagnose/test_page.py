@@ -38,6 +38,10 @@ def no_model(): return {}, [], holdfast.categorical
 def no_likelihood(): return nn.Linear(2, 2), [], nn.CrossEntropyLoss()
 def nothing_to_read(): return nn.Linear(2, 2), [], holdfast.categorical
 def fails(): return 1 / 0
+def too_narrow(): return nn.Linear(2, 2), [(torch.zeros(9, 3), torch.zeros(9).long())], holdfast.categorical
+class Ends:
+    def __iter__(self): raise OSError("the disk is gone")
+def ends(): return nn.Linear(2, 2), Ends(), holdfast.categorical
 """
 
 
@@ -83,6 +87,8 @@ def _given(file):
         (["FILE:no_likelihood"], "likelihood third, such as holdfast.categorical, not CrossEntropyLoss"),
         (["FILE:nothing_to_read"], "there are no batches"),
         (["FILE:fails"], "line 23: ZeroDivisionError: division by zero"),
+        (["FILE:too_narrow"], "as the model was run on the batches: RuntimeError: mat1 and mat2 shapes"),
+        (["FILE:ends"], "line 26 as the model was run on the batches: OSError: the disk is gone"),
         (["FILE", "--probes", "1"], "probes is a whole number, 3 at least"),
         (["FILE", "--out", "no/page.html"], "its folder does not exist"),
         (["FOLDER/broken.py"], "broken.py, line 2: SyntaxError"),

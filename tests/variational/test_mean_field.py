@@ -192,6 +192,8 @@ def test_bad_input_is_refused_with_what_to_do():
         holdfast.mean_field(model, proper, holdfast.categorical, num_data=16, samples=0)
     with pytest.raises(holdfast.ArgumentError, match="likelihood"):
         holdfast.mean_field(model, proper, "categorical", num_data=16)
+    with pytest.raises(holdfast.ArgumentError, match=r"no distribution of labels.*holdfast.categorical"):
+        holdfast.mean_field(model, proper, holdfast.softened(), num_data=16)
     with pytest.raises(holdfast.InertError, match="no parameter of the memory is in this model"):
         holdfast.mean_field(linear(), proper, holdfast.categorical, num_data=16)
     part = Posterior({"0.weight": proper.mean["0.weight"]}, Diagonal({"0.weight": torch.ones(6, 4)}))

@@ -8,9 +8,10 @@ import inspect
 import sys
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import torch
 import typer
@@ -47,7 +48,7 @@ def diagnose(
     with interruptible("Stopped: nothing was written."), plain_warnings():
         model, batches, likelihood, moved = _given(path, function)
         start = time.perf_counter()
-        with console.status("Reading the data, several times …"):
+        with console.status("Reading the data, several times …"), _of_the_users(path):
             found = or_exit(
                 lambda: diagnosed(
                     model, batches, likelihood, moved=moved, seed=seed, probes=probes, exact_up_to=exact_up_to
@@ -128,20 +129,38 @@ def _run(path: Path, function: str) -> Any:
             sys.exit(_missing(path, function, module))
         return found()
     except Exception as error:
-        lines = [
-            frame.lineno
-            for frame in traceback.extract_tb(error.__traceback__)
-            if Path(frame.filename).resolve() == path.resolve()
-        ]
+        lines = _lines(path, error)
         line = error.lineno if isinstance(error, SyntaxError) else lines[-1] if lines else None
-        where = f", line {line}" if line else ""
-        sys.exit(f"{path}{where}: {type(error).__name__}: {error}")
+        _stop(path, line, error)
     finally:
         sys.path.remove(str(path.resolve().parent))
         if known is None:
             sys.modules.pop(path.stem, None)
         else:
             sys.modules[path.stem] = known
+
+
+@contextmanager
+def _of_the_users(path: Path) -> Iterator[None]:
+    """What the user's model or data raises as they are run is one line too; an error of our own shows where it is."""
+    try:
+        yield
+    except Exception as error:
+        lines, frames = _lines(path, error), traceback.extract_tb(error.__traceback__)
+        if not lines and not any(frame.name == "_call_impl" for frame in frames):  # every module is called through it
+            raise
+        _stop(path, lines[-1] if lines else None, error, " as the model was run on the batches")
+
+
+def _lines(path: Path, error: Exception) -> list[int]:
+    """The lines of the user's file that an error came through."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return [each.lineno for each in frames if each.lineno and Path(each.filename).resolve() == path.resolve()]
+
+
+def _stop(path: Path, line: int | None, error: Exception, when: str = "") -> NoReturn:
+    where = f", line {line}" if line else ""
+    sys.exit(f"{path}{where}{when}: {type(error).__name__}: {error}")
 
 
 def _missing(path: Path, function: str, module: Any) -> str:

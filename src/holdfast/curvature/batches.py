@@ -17,7 +17,7 @@ from .doubts import Doubts
 
 Forward = Callable[[nn.Module, Any], Any]
 
-_LABELS = ("labels", "label", "label_ids", "targets", "target", "y")
+LABELS = ("labels", "label", "label_ids", "targets", "target", "y")
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def run(model: nn.Module, batch: Batch, forward: Forward | None) -> Any:
         form = f"keys {sorted(batch.inputs)}" if isinstance(batch.inputs, Mapping) else "its inputs"
         raise DataError(
             f"batch {batch.index}: the model could not be called with {form} ({error}). Labels are taken from the last "
-            f"element of a tuple, or from one of the keys {', '.join(_LABELS)}; for other calls give forward=lambda "
+            f"element of a tuple, or from one of the keys {', '.join(LABELS)}; for other calls give forward=lambda "
             "model, batch: ..."
         ) from error
     if isinstance(output, Mapping):
@@ -158,7 +158,7 @@ def require_batches(batches: Any) -> None:
 
 def _parted(index: int, content: Any, size: int) -> Batch:
     if isinstance(content, Mapping):
-        label = next((key for key in _LABELS if key in content), None)
+        label = next((key for key in LABELS if key in content), None)
         inputs: Any = {key: value for key, value in content.items() if key != label}
         return Batch(index, content, inputs, content[label] if label else None, size)
     if isinstance(content, (tuple, list)) and len(content) > 1:

@@ -11,7 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from ..errors import ArgumentError, BudgetError, HoldfastError, HoldfastWarning, MismatchError, require_number
+from ..errors import ArgumentError, BudgetError, HoldfastWarning, require_number
 from ..params import buffers, matched, shapes, some, told_apart, unwrapped
 from ..penalty import Term
 from ..pieces import number, placed
@@ -116,15 +116,7 @@ class Budget:
         """The gauge; made before the first step, so that what does not fit is said then."""
         if self._gauge is None:
             self._require_covered(model)
-            try:
-                self._gauge = self._made(model, _DRAWS, 0)
-            except (TypeError, IndexError, RuntimeError) as error:
-                if isinstance(error, HoldfastError):
-                    raise
-                raise MismatchError(
-                    f"the probes do not go through the model as model(inputs): {str(error).splitlines()[0]}. Say "
-                    "how they do: forward=lambda model, inputs: ..."
-                ) from error
+            self._gauge = self._made(model, _DRAWS, 0)
             if self.space is not None:
                 self._require_a_way_back(model, self._gauge)
         return self._gauge

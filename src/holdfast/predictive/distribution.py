@@ -243,8 +243,18 @@ def _over_both(one: Predictive, other: Predictive) -> tuple[Tensor, int]:
     """The expected entropy over the draws of both, and how many they are; raises where they are not of one kind."""
     if type(one) is not type(other) or len(one) != len(other):
         raise MismatchError(f"{one!r} and {other!r} are not of the same examples.")
+    if one.targets is not None and other.targets is not None and not _equal(one.targets, other.targets):
+        raise MismatchError(
+            f"{one!r} and {other!r} are not of the same examples: their labels differ. Give both the batches in one "
+            "order, by a loader without shuffling."
+        )
     total = one.samples + other.samples
     return (one.samples * one.expected_entropy + other.samples * other.expected_entropy) / total, total
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    """Whether labels are the same, those that are no numbers too."""
+    return torch.equal(one.nan_to_num(), other.to(one).nan_to_num())
 
 
 def _rows(parts: Sequence[Predictive]) -> tuple[Tensor, int, Tensor | None]:

@@ -10,6 +10,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from ..curvature.batches import LABELS
 from ..errors import ArgumentError, DataError, require_number
 from ..params import unwrapped
 from .base import MOST, Probes, drawn_rows, require_one_range
@@ -235,7 +236,8 @@ def _same(one: Component, other: Component) -> bool:
 def _inputs(batch: Any, index: int) -> Tensor:
     found = batch[0] if isinstance(batch, (tuple, list)) and batch else batch
     if isinstance(found, Mapping):
-        floats = [each for each in found.values() if isinstance(each, Tensor) and each.is_floating_point()]
+        inputs = [each for key, each in found.items() if key not in LABELS]  # labels of a regression are floats too
+        floats = [each for each in inputs if isinstance(each, Tensor) and each.is_floating_point()]
         found = floats[0] if len(floats) == 1 else found
     if not isinstance(found, Tensor) or found.ndim < 2 or not len(found):
         raise DataError(

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import ArgumentError
+from ..errors import ArgumentError, HoldfastError
 from ..likelihood import Likelihood, tokens
 from ..posterior import Memory, Posterior
 from ..posterior.recalled import Forward, Recalled, asking
@@ -46,7 +46,15 @@ def asked(
     inputs = [each.to(dtype) if each.is_floating_point() else each for each in inputs]
     single = _each(memory.answers)
     before = asking(Recalled(memory, model), model, plain) if old is None else old(model, plain)
-    then = torch.cat([single.each(before(each))[0].float() for each in inputs])
+    try:
+        then = torch.cat([single.each(before(each))[0].float() for each in inputs])
+    except (RuntimeError, IndexError, TypeError, ValueError) as error:
+        if isinstance(error, HoldfastError):
+            raise
+        raise ArgumentError(
+            "the probes do not go through the model as model(inputs): "
+            f"{f'{type(error).__name__}: {error}'.splitlines()[0]}. Say how they do: forward=lambda model, inputs: ..."
+        ) from error
 
     def now() -> Tensor:
         with untouched(model), torch.no_grad():

@@ -69,7 +69,7 @@ class Paired:
 
     @torch.no_grad()
     def rise(self, new: Tensor) -> ByProbes:
-        """From the model's outputs to the same probes now. Outputs that were added at the end count as they are."""
+        """From the model's outputs to the same probes now. Classes that were added at the end count as they are."""
         new = (new.unsqueeze(-1) if new.ndim == 1 else new).to(self._old)
         known = self._old.shape[-1]
         if new.shape[:-1] != self._old.shape[:-1] or new.shape[-1] < known:
@@ -78,7 +78,9 @@ class Paired:
                 f"{tuple(self._old.shape[1:])}."
             )
         delta = new[..., :known] - self._old
-        each = [self._risen(pairs, delta, new[..., known:]) for pairs in self._pairs]
+        # An added class takes probability from those before it; outputs that stand each for itself have no label there.
+        added = new[..., known:] if self._likelihood.name == "categorical" else new[..., :0]
+        each = [self._risen(pairs, delta, added) for pairs in self._pairs]
         spread = (self._old - self._old.mean(0)).square().mean().sqrt()
         means = [float(rises.mean()) for rises in each]
         error = max(float(rises.std()) if len(rises) > 1 else 0.0 for rises in each) / len(each[0]) ** 0.5

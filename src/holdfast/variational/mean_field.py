@@ -10,7 +10,7 @@ from torch import Tensor, distributed, nn
 
 from ..curvature.batches import Batch, read
 from ..errors import ArgumentError, DataError, InertError, MismatchError, require_number
-from ..likelihood import Likelihood
+from ..likelihood import Categorical, Likelihood
 from ..params import matched, shapes, some, trainable, unwrapped
 from ..pieces import in_pieces
 from ..posterior import Memory, Posterior, as_posterior
@@ -207,6 +207,11 @@ def mean_field(
     before = as_posterior(prior)
     if not isinstance(likelihood, Likelihood):
         raise ArgumentError(f"a likelihood is needed, such as holdfast.categorical, got {likelihood!r}.")
+    if isinstance(likelihood, Categorical) and likelihood.temperature != 1:
+        raise ArgumentError(
+            f"{likelihood.name} is to take a Fisher with, and is no distribution of labels: no posterior comes of it. "
+            "Give holdfast.categorical."
+        )
     if not isinstance(samples, int) or isinstance(samples, bool) or samples < 1:
         raise ArgumentError(f"samples is a whole number, 1 or more, got {samples!r}.")
     count = require_number(num_data, "num_data, the number of examples (or tokens),", positive=True)
