@@ -768,6 +768,19 @@ class TestStatistics:
             self.step(model, optimizer)
         assert not torch.equal(model[1].running_mean, before["1.running_mean"])
 
+    def test_an_instance_norm_that_keeps_statistics_is_told_of_and_frozen_too(self):
+        model, posterior, optimizer = self.made()
+        norm = nn.InstanceNorm1d(2, track_running_stats=True).double()
+        model[1] = nn.Sequential(nn.Unflatten(1, (2, -1)), norm, nn.Flatten(), model[1])
+        posterior = posterior.renamed({"1.weight": "1.3.weight", "1.bias": "1.3.bias"})
+        with pytest.warns(holdfast.HoldfastWarning, match=r"`1\.1`, `1\.3` are not parameters"):
+            holdfast.hold(optimizer, model, posterior, num_data=30).detach()
+        before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        with holdfast.hold(optimizer, model, posterior, num_data=30, freeze_statistics=True):
+            self.step(model, optimizer)
+        for name, buffer in model.named_buffers():
+            assert torch.equal(buffer, before[name]), name
+
     def test_a_model_that_was_compiled_before_keeps_its_statistics_too(self):
         model, posterior, optimizer = self.made()
         compiled = torch.compile(model, backend="eager")
