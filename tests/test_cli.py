@@ -1,5 +1,6 @@
 """The command line as a user runs it, and the page as a reader gets it."""
 
+import json
 import os
 import re
 import subprocess
@@ -106,6 +107,20 @@ def test_inspect_of_a_description_that_lacks_its_parts_is_one_line(tmp_path):
     result = runner.invoke(app, ["inspect", str(path)])
     assert result.exit_code == 1
     assert "not valid (see id, likelihood" in result.output.replace("\n", " ")
+
+
+@pytest.mark.parametrize("junk", [
+    {"num_data": 10**400}, {"probes": {"kind": "gaussian"}},
+], ids=str)  # fmt: skip
+def test_inspect_of_a_description_with_impossible_numbers_is_one_line(memories, junk):
+    said = holdfast.inspect(memories / "a.safetensors")
+    facts = {**{key: value for key, value in said.items() if key != "shapes"}, **junk}
+    path = memories / "junk.safetensors"
+    save_file({"mean.w": torch.zeros(1), "probes.0.factors": torch.zeros(())}, path, {"holdfast": json.dumps(facts)})
+    result = runner.invoke(app, ["inspect", str(path)])
+    assert isinstance(result.exception, SystemExit)
+    assert result.exit_code == 1
+    assert "is not a valid memory" in result.output.replace("\n", " ")
 
 
 @pytest.mark.parametrize("content", [b"", b"PK\x03\x04", b"not a memory at all"])

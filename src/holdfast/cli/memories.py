@@ -14,7 +14,7 @@ from rich.table import Table
 from safetensors.torch import load_file
 
 from ..errors import ArgumentError, HoldfastWarning, MemoryFileError
-from ..file import HEAD
+from ..file import HEAD, MEMORY, believed
 from ..forecast import Forecast
 from ..forecast import forecast as foretold
 from ..head import LinearHead
@@ -36,7 +36,7 @@ def inspect(
     if verify:
         or_exit(lambda: LinearHead.load(file) if is_head else load(file))
     checked = "right" if verify else "not looked at: --verify reads the whole of it"
-    rows = [*(_of_head(facts) if is_head else _of_memory(facts)), ("checksum", checked)]
+    rows = [*or_exit(lambda: _rows(file, facts)), ("checksum", checked)]
     table = Table(show_header=False, box=None)
     files = [each for each in file.rglob("*") if each.is_file()] if file.is_dir() else [file]
     for name, value in [*rows, ("bytes", f"{sum(each.stat().st_size for each in files):,}")]:
@@ -176,6 +176,13 @@ def _fitting(weights: dict[str, torch.Tensor], memory: Memory, prefix: str) -> d
             return {}
         found[name] = weights[prefix + there]
     return found
+
+
+def _rows(file: Path, facts: dict[str, Any]) -> list[tuple[str, object]]:
+    """What a description says, which nobody has compared with anything yet: its numbers may be none."""
+    kind = HEAD if facts.get("kind") == HEAD else MEMORY
+    with believed(file, kind):
+        return _of_head(facts) if kind == HEAD else _of_memory(facts)
 
 
 def _of_memory(facts: dict[str, Any]) -> list[tuple[str, object]]:
