@@ -214,6 +214,27 @@ def test_forecast_ranks_the_layers_of_a_checkpoint(tmp_path, suffix):
         assert later.output == again.output  # another memory's mean is a checkpoint too
 
 
+@pytest.mark.parametrize(("change", "message"), [
+    (lambda weight: weight.to(torch.float8_e4m3fn), "is in torch.float8_e4m3fn, which needs scales"),
+    (lambda weight: weight.to("meta"), "has no values there"),
+], ids=["eight bits", "meta"])  # fmt: skip
+def test_weights_that_are_no_numbers_by_themselves_are_refused(memories, change, message):
+    torch.save({"weight": change(torch.ones(3, 4)), "bias": torch.ones(3)}, memories / "weights.pt")
+    result = runner.invoke(app, ["forecast", str(memories / "a.safetensors"), str(memories / "weights.pt")])
+    assert isinstance(result.exception, SystemExit)
+    assert message in result.output.replace("\n", " ")
+
+
+def test_a_link_that_leads_to_itself_is_one_line(memories):
+    loop = memories / "loop"
+    loop.symlink_to(loop)
+    a, b, out = (str(memories / name) for name in ("a.safetensors", "b.safetensors", "out.safetensors"))
+    for given in ([a, str(loop), "--out", out], [a, b, "--base", str(loop), "--out", out]):
+        result = runner.invoke(app, ["merge", *given])
+        assert isinstance(result.exception, SystemExit)
+        assert "loop cannot be read" in result.output.replace("\n", " ")
+
+
 def test_a_checkpoint_whose_statistics_moved_is_doubted(tmp_path):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)).eval()
