@@ -121,6 +121,23 @@ def test_a_closure_may_be_given_by_name_and_return_a_number_or_nothing():
         assert returned is None if value is None else returned == pytest.approx(1.25 + before)
 
 
+def test_what_a_closure_returns_in_place_of_a_loss_goes_through_as_it_is():
+    for value in ({"loss": torch.ones(())}, (torch.ones(()), "more")):
+        model, posterior, x, y = start()
+        other = copy.deepcopy(model)
+        for each, returned in ((model, value), (other, 0.0)):
+            optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
+
+            def closure(each=each, optimizer=optimizer, x=x, y=y, returned=returned):
+                optimizer.zero_grad()
+                holdfast.categorical.nll(each(x), y).mean().backward()
+                return returned
+
+            with holdfast.hold(optimizer, each, posterior, num_data=N):
+                assert (optimizer.step(closure) is value) == (returned is value)
+        assert all(map(torch.equal, model.parameters(), other.parameters()))
+
+
 @pytest.mark.parametrize("fused", [False, True])
 def test_gradient_scaling_does_not_scale_the_penalty(fused):
     """Fused kernels divide by the scale themselves; the others get gradients that were already divided."""
