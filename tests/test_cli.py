@@ -1,5 +1,6 @@
 """The command line as a user runs it, and the page as a reader gets it."""
 
+import json
 import os
 import re
 import subprocess
@@ -108,6 +109,20 @@ def test_inspect_of_a_description_that_lacks_its_parts_is_one_line(tmp_path):
     assert "not valid (see id, likelihood" in result.output.replace("\n", " ")
 
 
+@pytest.mark.parametrize("junk", [
+    {"num_data": 10**400}, {"probes": {"kind": "gaussian"}},
+], ids=str)  # fmt: skip
+def test_inspect_of_a_description_with_impossible_numbers_is_one_line(memories, junk):
+    said = holdfast.inspect(memories / "a.safetensors")
+    facts = {**{key: value for key, value in said.items() if key != "shapes"}, **junk}
+    path = memories / "junk.safetensors"
+    save_file({"mean.w": torch.zeros(1), "probes.0.factors": torch.zeros(())}, path, {"holdfast": json.dumps(facts)})
+    result = runner.invoke(app, ["inspect", str(path)])
+    assert isinstance(result.exception, SystemExit)
+    assert result.exit_code == 1
+    assert "is not a valid memory" in result.output.replace("\n", " ")
+
+
 @pytest.mark.parametrize("content", [b"", b"PK\x03\x04", b"not a memory at all"])
 def test_inspect_of_something_else_is_one_line_and_status_one(tmp_path, content):
     path = tmp_path / "broken.safetensors"
@@ -197,6 +212,27 @@ def test_forecast_ranks_the_layers_of_a_checkpoint(tmp_path, suffix):
         holdfast.save(holdfast.prior(model), tmp_path / name)
         later = runner.invoke(app, ["forecast", str(tmp_path / "memory.safetensors"), str(tmp_path / name)])
         assert later.output == again.output  # another memory's mean is a checkpoint too
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    (lambda weight: weight.to(torch.float8_e4m3fn), "is in torch.float8_e4m3fn, which needs scales"),
+    (lambda weight: weight.to("meta"), "has no values there"),
+], ids=["eight bits", "meta"])  # fmt: skip
+def test_weights_that_are_no_numbers_by_themselves_are_refused(memories, change, message):
+    torch.save({"weight": change(torch.ones(3, 4)), "bias": torch.ones(3)}, memories / "weights.pt")
+    result = runner.invoke(app, ["forecast", str(memories / "a.safetensors"), str(memories / "weights.pt")])
+    assert isinstance(result.exception, SystemExit)
+    assert message in result.output.replace("\n", " ")
+
+
+def test_a_link_that_leads_to_itself_is_one_line(memories):
+    loop = memories / "loop"
+    loop.symlink_to(loop)
+    a, b, out = (str(memories / name) for name in ("a.safetensors", "b.safetensors", "out.safetensors"))
+    for given in ([a, str(loop), "--out", out], [a, b, "--base", str(loop), "--out", out]):
+        result = runner.invoke(app, ["merge", *given])
+        assert isinstance(result.exception, SystemExit)
+        assert "loop cannot be read" in result.output.replace("\n", " ")
 
 
 def test_a_checkpoint_whose_statistics_moved_is_doubted(tmp_path):

@@ -96,3 +96,14 @@ def test_a_softened_fisher_gives_no_evidence():
     after = holdfast.consolidate(before, model, holdfast.dense_fisher(model, batches, holdfast.softened()))
     with pytest.raises(holdfast.ArgumentError, match=r"categorical\(temperature=4.0\), expected"):
         holdfast.evidence(after, before, 10.0)
+
+
+def test_a_prior_that_was_decayed_since_gives_no_evidence():
+    x, y = regression()
+    model = at_the_optimum(x, y, 1.0)
+    before = holdfast.prior(model, precision=1.0, mean=0.0)
+    fisher = holdfast.dense_fisher(model, [(x, y)], holdfast.gaussian(0.5))
+    for decay in (0.5, 0.0):
+        after = holdfast.consolidate(before, model, fisher, decay=decay)
+        with pytest.raises(holdfast.ArgumentError, match=rf"counts 1 times in it and {decay:g} times in the"):
+            holdfast.evidence(after, before, 1.0)

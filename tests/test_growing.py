@@ -119,6 +119,25 @@ def test_new_entries_may_have_a_prior_of_their_own():
         posterior.expanded(wide, precision=-1.0)
 
 
+def test_a_prior_of_new_entries_that_two_children_share_counts_once():
+    """Of a flat prior that grew, where nothing else would tell that the two are of one."""
+    small, _, wide = started()
+    base = holdfast.prior(small).expanded(wide, precision=2.0)
+    children = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        moved(wide)
+        data = [(torch.randn(8, 5).double(), torch.randint(0, 5, (8,)))]
+        children.append(holdfast.consolidate(base, wide, holdfast.diagonal_fisher(wide, data, holdfast.categorical)))
+    with pytest.raises(holdfast.MismatchError, match=r"prior\(precision=2.0\) of what is new"):
+        holdfast.merge(*children)
+    once = holdfast.merge(*children, base=base).precision.entries["4.bias"]
+    every = sum(child.precision.entries["4.bias"] for child in children)
+    torch.testing.assert_close(once, every - base.precision.entries["4.bias"])
+    again = holdfast.prior(small, precision=1.0).expanded(wide, precision=2.0)  # of another one: it counts for itself
+    assert not {source.id for source in again.sources} & {source.id for source in base.sources}
+
+
 def begin_of(model):
     return moved(copy.deepcopy(model), -0.1)
 

@@ -121,6 +121,23 @@ def test_a_closure_may_be_given_by_name_and_return_a_number_or_nothing():
         assert returned is None if value is None else returned == pytest.approx(1.25 + before)
 
 
+def test_what_a_closure_returns_in_place_of_a_loss_goes_through_as_it_is():
+    for value in ({"loss": torch.ones(())}, (torch.ones(()), "more")):
+        model, posterior, x, y = start()
+        other = copy.deepcopy(model)
+        for each, returned in ((model, value), (other, 0.0)):
+            optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
+
+            def closure(each=each, optimizer=optimizer, x=x, y=y, returned=returned):
+                optimizer.zero_grad()
+                holdfast.categorical.nll(each(x), y).mean().backward()
+                return returned
+
+            with holdfast.hold(optimizer, each, posterior, num_data=N):
+                assert (optimizer.step(closure) is value) == (returned is value)
+        assert all(map(torch.equal, model.parameters(), other.parameters()))
+
+
 @pytest.mark.parametrize("fused", [False, True])
 def test_gradient_scaling_does_not_scale_the_penalty(fused):
     """Fused kernels divide by the scale themselves; the others get gradients that were already divided."""
@@ -767,6 +784,19 @@ class TestStatistics:
         with holdfast.hold(optimizer, model, posterior, num_data=30, freeze_statistics=False):
             self.step(model, optimizer)
         assert not torch.equal(model[1].running_mean, before["1.running_mean"])
+
+    def test_an_instance_norm_that_keeps_statistics_is_told_of_and_frozen_too(self):
+        model, posterior, optimizer = self.made()
+        norm = nn.InstanceNorm1d(2, track_running_stats=True).double()
+        model[1] = nn.Sequential(nn.Unflatten(1, (2, -1)), norm, nn.Flatten(), model[1])
+        posterior = posterior.renamed({"1.weight": "1.3.weight", "1.bias": "1.3.bias"})
+        with pytest.warns(holdfast.HoldfastWarning, match=r"`1\.1`, `1\.3` are not parameters"):
+            holdfast.hold(optimizer, model, posterior, num_data=30).detach()
+        before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        with holdfast.hold(optimizer, model, posterior, num_data=30, freeze_statistics=True):
+            self.step(model, optimizer)
+        for name, buffer in model.named_buffers():
+            assert torch.equal(buffer, before[name]), name
 
     def test_a_model_that_was_compiled_before_keeps_its_statistics_too(self):
         model, posterior, optimizer = self.made()

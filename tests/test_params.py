@@ -302,6 +302,14 @@ def test_ties_that_were_parted_are_named():
         matched(Net(tied=False), WANTED, ties=ties)
 
 
+def test_parameters_that_were_tied_since_are_named():
+    """Two means for one parameter: a step of its own, toward the one and then the other, would rest at neither."""
+    apart = {name: parameter.shape for name, parameter in Net(tied=False).named_parameters()}
+    assert list(matched(Net(tied=False), apart)) == list(apart)
+    with pytest.raises(MismatchError, match=r"`embed\.weight`, `head\.weight` were apart .* are one parameter now"):
+        matched(Net(), apart)
+
+
 TENSORS = {"a": torch.arange(6, dtype=torch.float64).view(3, 2), "b": torch.tensor([0.5, -1.25, 3.0, 7.0])}
 INTEGER = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 

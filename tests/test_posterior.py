@@ -547,6 +547,14 @@ def test_a_model_without_values_has_no_prior():
         holdfast.prior(nn.Linear(2, 3, device="meta"))
 
 
+def test_a_model_without_room_for_values_is_not_restored_in_silence():
+    posterior, model = holdfast.prior(nn.Linear(2, 3)), nn.Linear(2, 3, device="meta")
+    with pytest.raises(holdfast.ArgumentError, match=r"`weight`, `bias` is on the meta device.*to_empty"):
+        holdfast.restore_(model, posterior)
+    holdfast.restore_(model.to_empty(device="cpu"), posterior)
+    assert torch.equal(model.weight, posterior.mean["weight"])
+
+
 def test_curvature_says_that_it_needs_gradients():
     model = CASE.model()
     with torch.inference_mode(), pytest.raises(holdfast.ArgumentError, match="curvature is made of gradients"):

@@ -696,3 +696,11 @@ def test_a_path_that_cannot_be_a_file_is_refused(tmp_path, monkeypatch, name):
     with pytest.raises(MemoryFileError):
         holdfast.load(name)
     assert os.listdir(tmp_path) == []
+
+
+def test_a_pipe_or_a_device_is_not_replaced_by_a_file(path):
+    os.mkfifo(path)
+    with pytest.raises(MemoryFileError, match="is not a file to write to"):
+        holdfast.save(posterior(), path)
+    assert path.is_fifo()
+    assert [each.name for each in path.parent.iterdir()] == [path.name]

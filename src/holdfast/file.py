@@ -40,7 +40,8 @@ def write(
     rebuilt(facts, alone)  # what could not be read again is not written
     description = canonical({**facts, "sha256": _checksum(facts, alone)})
     target = Path(path)
-    if not target.name or "\0" in str(target) or os.path.isdir(target):
+    # The file takes its name: of a device, /dev/null say, nothing would be left.
+    if not target.name or "\0" in str(target) or (os.path.exists(target) and not os.path.isfile(target)):
         raise MemoryFileError(f"{str(path)!r} is not a file to write to. Give a name such as memory.safetensors.")
     temporary = target.with_name(f".{secrets.token_hex(8)}.tmp")
     try:

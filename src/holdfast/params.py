@@ -222,6 +222,10 @@ def matched(
         parted = [other for other in more if name in found and other in found and found[other] is not found[name]]
         if parted:
             wrong.append(f"`{name}` and {some(parted)} were one parameter when the memory was made and are not now")
+    for first, more in others.items():
+        joined = [name for name in (first, *more) if name in wanted]
+        if len(joined) > 1:
+            wrong.append(f"{some(joined)} were apart when the memory was made and are one parameter now")
     if wrong:
         if differ and not missing and all(contains(*pair) for pair in differ.values()):
             raise MismatchError(

@@ -4,6 +4,7 @@ import copy
 import functools
 import math
 import os
+import pathlib
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -571,7 +572,7 @@ def drawn(model, posterior):
     )
 
 
-def gone_on(folder, at, terms=False, **how):
+def gone_on(folder, at, terms=False, named=str, **how):
     """Weights after twelve steps, straight and from the checkpoint at a step."""
     saved = {
         "optim": "adamw_torch", "learning_rate": 1e-2, "save_strategy": "steps", "save_steps": at, "max_steps": 12,
@@ -582,7 +583,7 @@ def gone_on(folder, at, terms=False, **how):
         if way == "again":
             model = start("bert", seed=3)[0]
         callback = HoldCallback(posterior, terms=[drawn(model, posterior)] if terms else [], **how)
-        resume = None if way == "straight" else str(folder / "straight" / f"checkpoint-{at}")
+        resume = None if way == "straight" else named(folder / "straight" / f"checkpoint-{at}")
         trained(folder / way, model, data, callback, resume=resume, **saved)
         ends.append(weights(model))
     return ends
@@ -602,6 +603,11 @@ def test_pulls_in_use_and_draws_to_come_are_resumed_to_the_bit(at, options, tmp_
     straight, again = gone_on(tmp_path, at, **options)
     assert torch.equal(straight, again)
     assert (tmp_path / "straight" / f"checkpoint-{at}" / "holdfast.pt").is_file()
+
+
+def test_a_checkpoint_that_is_named_by_a_path_has_its_file_too(tmp_path):
+    straight, again = gone_on(tmp_path, 4, every=3, named=pathlib.Path)
+    assert torch.equal(straight, again)
 
 
 def test_a_checkpoint_that_lost_its_file_says_so(tmp_path):

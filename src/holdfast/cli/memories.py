@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import sys
 import warnings
@@ -14,7 +15,7 @@ from rich.table import Table
 from safetensors.torch import load_file
 
 from ..errors import ArgumentError, HoldfastWarning, MemoryFileError
-from ..file import HEAD
+from ..file import HEAD, MEMORY, believed
 from ..forecast import Forecast
 from ..forecast import forecast as foretold
 from ..head import LinearHead
@@ -36,7 +37,7 @@ def inspect(
     if verify:
         or_exit(lambda: LinearHead.load(file) if is_head else load(file))
     checked = "right" if verify else "not looked at: --verify reads the whole of it"
-    rows = [*(_of_head(facts) if is_head else _of_memory(facts)), ("checksum", checked)]
+    rows = [*or_exit(lambda: _rows(file, facts)), ("checksum", checked)]
     table = Table(show_header=False, box=None)
     files = [each for each in file.rglob("*") if each.is_file()] if file.is_dir() else [file]
     for name, value in [*rows, ("bytes", f"{sum(each.stat().st_size for each in files):,}")]:
@@ -54,7 +55,7 @@ def merge(
 
     if len(files) < 2:
         sys.exit("merging takes two memory files or more, got one.")
-    if out.resolve() in {file.resolve() for file in (*files, *([base] if base else []))}:
+    if os.path.realpath(out) in map(os.path.realpath, (*files, *([base] if base else []))):  # of a loop of links too
         sys.exit(f"{out} is one of the files to read. Write to another.")
 
     def work() -> list[Memory]:
@@ -88,7 +89,9 @@ def forecast(
 
     def work() -> Forecast:
         known = load(memory)
-        return foretold(_of_model(_weights(checkpoint), known, inside), known)
+        weights = _of_model(_weights(checkpoint), known, inside)
+        _require_numbers(checkpoint, {name: each for name, each in weights.items() if name in known.mean})
+        return foretold(weights, known)
 
     said = or_exit(work)
     console.print(f"[bold]{said.rise:.4g}[/bold] nats per old {escape(said.unit)}, by the quadratic:")
@@ -126,6 +129,16 @@ def _weights(file: Path) -> dict[str, torch.Tensor]:
     if not tensors:
         raise ArgumentError(f"{file} holds no named weights: save model.state_dict().")
     return tensors
+
+
+def _require_numbers(file: Path, weights: dict[str, torch.Tensor]) -> None:
+    """Raise for weights without values, or in eight bits: what those stand for is told by scales kept beside them."""
+    for name, each in weights.items():
+        if each.is_meta or each.element_size() < 2:
+            what = "has no values there (meta)" if each.is_meta else f"is in {each.dtype}, which needs scales"
+            raise ArgumentError(
+                f"`{name}` of {file} {what}. Save them in bfloat16 or wider: model.bfloat16().state_dict()."
+            )
 
 
 def _mean(file: Path) -> dict[str, torch.Tensor]:
@@ -176,6 +189,13 @@ def _fitting(weights: dict[str, torch.Tensor], memory: Memory, prefix: str) -> d
             return {}
         found[name] = weights[prefix + there]
     return found
+
+
+def _rows(file: Path, facts: dict[str, Any]) -> list[tuple[str, object]]:
+    """What a description says, which nobody has compared with anything yet: its numbers may be none."""
+    kind = HEAD if facts.get("kind") == HEAD else MEMORY
+    with believed(file, kind):
+        return _of_head(facts) if kind == HEAD else _of_memory(facts)
 
 
 def _of_memory(facts: dict[str, Any]) -> list[tuple[str, object]]:

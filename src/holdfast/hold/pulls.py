@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Sequence
+from numbers import Real
 from typing import Any
 
 import torch
@@ -118,7 +119,9 @@ class Pulls:
         def held() -> Any:
             loss = closure()
             added = self._add_gradient(optimizer)
-            return None if loss is None else loss + (added.to(loss) if isinstance(loss, Tensor) else float(added))
+            if not isinstance(loss, (Tensor, Real)):  # no loss: of an optimizer that does not look at it
+                return loss
+            return loss + (added.to(loss) if isinstance(loss, Tensor) else float(added))
 
         return held
 

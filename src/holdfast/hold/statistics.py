@@ -12,7 +12,7 @@ from ..devices import part
 from ..errors import ArgumentError, HoldfastWarning, InertError
 from ..params import some
 
-_Norm = nn.modules.batchnorm._BatchNorm
+_Norm = nn.modules.batchnorm._NormBase  # of BatchNorm, and of InstanceNorm, which may keep statistics too
 _frozen: WeakSet[nn.Module] = WeakSet()  # a copy of the model takes the hooks with it, and is not in here
 
 
@@ -31,7 +31,9 @@ class Frozen:
     def __init__(self, model: nn.Module) -> None:
         layers = tracking(model)
         if not layers:
-            raise ArgumentError("freeze_statistics=True, and the model has no BatchNorm that keeps any: leave it out.")
+            raise ArgumentError(
+                "freeze_statistics=True, and the model has no BatchNorm, or InstanceNorm, that keeps any: leave it out."
+            )
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._layers = list(layers.values())
         for layer in self._layers:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from os import PathLike
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, cast
@@ -208,7 +209,7 @@ def _tensors(record: Mapping[str, Any], frame: FrameType | None) -> dict[str, An
     """What lies beside a record of the checkpoint that is resumed from; the trainer that called knows which it is."""
     if "file" not in record:
         return {}
-    while frame is not None and not isinstance(frame.f_locals.get("resume_from_checkpoint"), str):
+    while frame is not None and not isinstance(frame.f_locals.get("resume_from_checkpoint"), (str, PathLike)):
         frame = frame.f_back
     path = None if frame is None else Path(frame.f_locals["resume_from_checkpoint"]) / str(record["file"])
     if path is None or not path.is_file():

@@ -33,6 +33,14 @@ def evidence(posterior: Posterior | Memory, before: Posterior | Memory, nll: flo
             "a flat prior has no density, and no evidence: ℓ₂ = 0. Start from holdfast.prior(model, precision=...), "
             "a positive number of it."
         )
+    counted = {source.id: source.factor for source in after.sources}
+    for source in known.sources:
+        now = counted.get(source.id, 0.0)
+        if not math.isclose(now, source.factor, rel_tol=1e-9):
+            raise ArgumentError(
+                f"what was known before ({source}) counts {source.factor:g} times in it and {now:g} times in the "
+                "posterior (decay): they differ by more than the data. Consolidate with decay=1 for an evidence."
+            )
     earlier = {source.id for source in known.precision.sources}
     for source in (each for each in after.precision.sources if each.id not in earlier):
         if source.doubt or source.targets.startswith("variational"):

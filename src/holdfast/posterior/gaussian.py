@@ -118,10 +118,14 @@ class Posterior:
         known = laid(self.precision, before).expanded(shapes(params))
         if more:
             old = {name: value for name, value in before.items() if value.shape != mean[name].shape}
-            known = known + Diagonal({
+            entries = {
                 name: grown(torch.zeros_like(value), mean[name].shape, torch.full_like(mean[name], more))
                 for name, value in old.items()
-            } | {name: torch.full_like(value, more) for name, value in added.items()})  # fmt: skip
+            } | {name: torch.full_like(value, more) for name, value in added.items()}
+            # Evidence as a prior is: two children of what this gives share it.
+            center = fingerprint({name: added[name] if name in added else mean[name] for name in entries})
+            said = f"prior(precision={more!r}) of what is new"
+            known = known + Diagonal(entries, (Source(digest(f"{said} {self.id} {center}"), 0.0, "", said, ""),))
         ties = {**self.ties, **{name: names for name, names in aliases(model).items() if name in added}}
         return replace(self, mean={**mean, **added}, precision=known, ties=ties)
 

@@ -12,7 +12,7 @@ from ..adapters import require_not_adapted
 from ..devices import part
 from ..errors import ArgumentError
 from ..identity import fingerprints
-from ..params import all_parameters, buffers, matched, require_shapes, shapes
+from ..params import all_parameters, buffers, matched, require_shapes, shapes, some
 from ..pieces import cut, resharded
 from ..precision import Precision
 from ..precision.base import require_finite
@@ -139,6 +139,11 @@ def restore_(model: nn.Module, memory: Posterior | Memory) -> None:
     posterior = as_posterior(memory)
     resharded(model)
     params = matched(model, shapes(posterior.mean), ties=posterior.ties)
+    empty = [name for name, parameter in params.items() if parameter.is_meta]
+    if empty:  # where a copy would go nowhere, and be no error
+        raise ArgumentError(
+            f"{some(empty)} is on the meta device, with no room for values: model.to_empty(device=...)."
+        )
     require_not_adapted(model, posterior.precision.shapes, "Take it off, model = model.unload(), and restore that.")
     kept_buffers = memory.buffers if isinstance(memory, Memory) else {}
     found = buffers(model)
