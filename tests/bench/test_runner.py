@@ -50,6 +50,24 @@ def test_labels_that_no_output_could_have_are_refused(labels):
         run(FineTuning(), [task("odd", labels=labels)], lambda: nn.Linear(4, 2), TRAINING)
 
 
+@pytest.mark.parametrize(
+    ("loss", "sizes", "message"),
+    [
+        ("cross-entropy", (24, 1), r"`odd` has labels of shape \(24, 1\), and the loss 'cross-entropy' takes one"),
+        ("squared", (24, 1), r"takes one for an example, \(24,\): y.squeeze\(1\)"),
+        ("tokens", (24,), r"labels of shape \(24,\), and the model's answers .* are of shape \(24, 4, 2\)"),
+        ("tokens", (24, 3), r"are of shape \(24, 4, 2\)"),
+    ],
+)
+def test_labels_that_stand_otherwise_than_answers_are_refused(loss, sizes, message):
+    """A column of labels was compared with all the answers, and accuracies were far above 1."""
+    labels = torch.zeros(sizes, dtype=torch.long)
+    odd = Split(torch.zeros(24, 4, dtype=torch.long if loss == "tokens" else torch.float), labels)
+    model = nn.Embedding(3, 2) if loss == "tokens" else nn.Linear(4, 2)
+    with pytest.raises(ArgumentError, match=message):
+        run(FineTuning(), [Task("odd", odd, odd)], lambda: model, Training(epochs=1, loss=loss))
+
+
 def test_texts_may_have_labels_that_do_not_count():
     tokens = torch.randint(0, 5, (12, 6), generator=torch.Generator().manual_seed(0))
     labels = tokens.roll(-1, 1)

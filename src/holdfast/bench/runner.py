@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from weakref import WeakValueDictionary
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..errors import ArgumentError
 from .machine import Meter, in_use, usable, warm
@@ -113,21 +113,38 @@ def _drawn_from(seed: int, device: str) -> Iterator[None]:
 def _require_answers(model: nn.Module, tasks: Sequence[Task], training: Training) -> None:
     """Raise where a task's labels have no output that could answer."""
     for task in tasks:
+        with torch.no_grad():
+            answers = task.logits(model, task.test.first(1).x)
         labels = [split.y for split in (task.train, task.test)]
+        _require_one_each(task, labels, answers, training)
         if training.loss == "tokens":
             labels = [y[y != UNCOUNTED] for y in labels]
             if not all(map(len, labels)):
                 raise ArgumentError(f"`{task.name}` has no token that counts: every label is {UNCOUNTED}.")
         if any(y.is_floating_point() or int(y.min()) < 0 for y in labels):
             raise ArgumentError(f"`{task.name}` has labels that are no whole numbers from 0.")
-        with torch.no_grad():
-            width = task.logits(model, task.test.first(1).x).shape[-1]
-        largest = int(max(y.max() for y in labels))
+        width, largest = answers.shape[-1], int(max(y.max() for y in labels))
         if largest >= width or (task.outputs and width < len(task.outputs)):
             asked = f"is answered by outputs {task.outputs[0]} to {task.outputs[-1]}" if task.outputs else ""
             raise ArgumentError(
                 f"`{task.name}` {f'{asked} and ' if asked else ''}has labels up to {largest}, and {width} of the "
                 "model's outputs to answer."
+            )
+
+
+def _require_one_each(task: Task, labels: Sequence[Tensor], answers: Tensor, training: Training) -> None:
+    """Raise where labels do not stand one to one with answers: compared, each would be laid against all the others."""
+    for y in labels:
+        if training.loss != "tokens" and y.ndim != 1:
+            raise ArgumentError(
+                f"`{task.name}` has labels of shape {tuple(y.shape)}, and the loss {training.loss!r} takes one for an "
+                f"example, ({len(y)},): y.squeeze(1) takes away a second side of 1, and where every position has a "
+                "label the loss is 'tokens'."
+            )
+        if y.shape[1:] != answers.shape[1:-1]:
+            raise ArgumentError(
+                f"`{task.name}` has labels of shape {tuple(y.shape)}, and the model's answers to as many inputs are of "
+                f"shape {(len(y), *answers.shape[1:])}: outputs stand last, and before them one place for each label."
             )
 
 
