@@ -1,15 +1,30 @@
 """A run: all of its chance is the seed's, and what could not be answered or learned is refused before it starts."""
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from holdfast.bench import FineTuning, Held, Split, Task, Trainer, Training, batched, diagonal, machine, run, runner
+from holdfast.bench import (
+    FineTuning,
+    Held,
+    Split,
+    Task,
+    Trainer,
+    Training,
+    batched,
+    diagonal,
+    machine,
+    run,
+    runner,
+    save,
+)
 from holdfast.bench.distilled import true_inputs
 from holdfast.bench.tasks import joined
 from holdfast.errors import ArgumentError
 
 TRAINING = Training(epochs=2, batch_size=8)
+CPU = torch.device("cpu")
 
 
 def split(classes=2, count=24, labels=None):
@@ -203,9 +218,28 @@ def test_what_is_learned_instead_of_the_tasks_is_made_within_the_run(monkeypatch
         ({"tasks": []}, "at least one task"),
         ({"make_model": nn.Linear(4, 2)}, "a function that makes a model"),
         ({"device": "tpu"}, "there is no device 'tpu'"),
+        ({"device": torch.device("cuda", 99)}, "there is no device 'cuda:99'"),
+        ({"tasks": [split()]}, r"run takes tasks, each a Task\(name"),
+        ({"training": {"epochs": 2}}, r"how to train: Training\(epochs=10\)"),
+        ({"seed": "1"}, "a seed is a whole number from 0 to 2147483647, got '1'"),
+        ({"seed": -1}, "a seed is a whole number"),
+        ({"seed": 1.5}, "a seed is a whole number"),
     ],
 )
 def test_what_makes_no_run_is_refused(wrong, message):
-    given = {"method": FineTuning(), "tasks": [task("one")], "make_model": lambda: nn.Linear(4, 2), **wrong}
+    usual = {"method": FineTuning(), "tasks": [task("one")], "make_model": lambda: nn.Linear(4, 2)}
     with pytest.raises(ArgumentError, match=message):
-        run(**given, training=TRAINING)
+        run(**{**usual, "training": TRAINING, **wrong})
+
+
+def test_a_device_and_a_seed_may_be_torchs_and_numpys(tmp_path):
+    made = run(FineTuning(), [task("one")], lambda: nn.Linear(4, 2), TRAINING, seed=np.int64(3), device=CPU)
+    assert save(made, tmp_path, protocol="mine", device=CPU) == save(made, tmp_path, protocol="mine")
+
+
+def test_the_data_is_brought_to_the_device_of_the_run(monkeypatch):
+    """Where it may be elsewhere: pictures read from a disk, and a model on a GPU."""
+    moved = []
+    monkeypatch.setattr(Split, "to", lambda split, device: moved.append(device) or split)
+    run(FineTuning(), [task("one"), task("two")], lambda: nn.Linear(4, 2), TRAINING, device=CPU)
+    assert moved == ["cpu"] * 4

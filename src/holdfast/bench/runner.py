@@ -31,11 +31,11 @@ def run(
     *,
     name: str = "",
     seed: int = 0,
-    device: str = "cpu",
+    device: str | torch.device = "cpu",
     stages: Callable[[Sequence[Task]], Sequence[Task]] | None = None,
     progress: Callable[[str], None] = lambda learned: None,
 ) -> Run:
-    """Learn the tasks in turn from a model made with `seed`, testing on all of them after each.
+    """Learn the tasks in turn from a model made with `seed`, testing on all of them after each, all on `device`.
 
     All that is drawn on the way follows from the seed, and torch's own random numbers are left as they were. `stages`
     makes of the tasks what is learned where that is not the tasks themselves: all of them joined, for joint training.
@@ -45,12 +45,18 @@ def run(
     one = not isinstance(method, type) and all(hasattr(method, each) for each in ("learn", "remember", "kept"))
     if not tasks or isinstance(make_model, nn.Module) or not callable(make_model) or not one:
         raise ArgumentError("run takes a method, at least one task, and a function that makes a model: lambda: net().")
+    if not all(isinstance(task, Task) for task in tasks) or not isinstance(training, Training):
+        raise ArgumentError("run takes tasks, each a Task(name, train, test), and how to train: Training(epochs=10).")
+    if not hasattr(seed, "__index__") or not 0 <= seed < 2**31:
+        raise ArgumentError(f"a seed is a whole number from 0 to {2**31 - 1}, got {seed!r}.")
+    seed = int(seed)  # of NumPy's too, which no file takes
     if stages is not None and not callable(stages):
         raise ArgumentError("stages makes of the tasks what is learned, such as lambda tasks: [joined(tasks)].")
     if method.kept:
         raise ArgumentError("this method has learned already, and would be held to that: make a new one for each run.")
     device = usable(device)
     warm(device)
+    tasks = [task.to(device) for task in tasks]
     accuracy, nll, lowest, settled, kept = [], [], [], [], []
     learning: list[Meter] = []
     remembering: list[Meter] = []
