@@ -232,6 +232,34 @@ def test_what_makes_no_run_is_refused(wrong, message):
         run(**{**usual, "training": TRAINING, **wrong})
 
 
+class Wrapped(nn.Module):
+    """As models of Hugging Face answer."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 2)
+
+    def forward(self, x):
+        return {"logits": self.inner(x)}
+
+
+def test_a_model_that_cannot_answer_is_told_of_with_what_it_was_asked():
+    pictures = Split(torch.zeros(24, 4, dtype=torch.uint8), torch.zeros(24, dtype=torch.long))
+    narrow = Split(torch.zeros(24, 3), torch.zeros(24, dtype=torch.long))
+    for wrong, message in (
+        (
+            Task("bytes", pictures, pictures),
+            r"an input of `bytes`, \(1, 4\) of torch.uint8: .*such as x.float\(\) / 255",
+        ),
+        (Task("narrow", narrow, split()), r"an input of `narrow`, \(1, 3\) of torch.float32: mat1 and mat2"),
+    ):
+        with pytest.raises(ArgumentError, match=message):
+            run(FineTuning(), [wrong], lambda: nn.Linear(4, 2), TRAINING)
+    for outputs in (None, (0, 1)):
+        with pytest.raises(ArgumentError, match="answers `one` with a dict, and not with a tensor of outputs"):
+            run(FineTuning(), [task("one", outputs)], Wrapped, TRAINING)
+
+
 def test_a_device_and_a_seed_may_be_torchs_and_numpys(tmp_path):
     made = run(FineTuning(), [task("one")], lambda: nn.Linear(4, 2), TRAINING, seed=np.int64(3), device=CPU)
     assert save(made, tmp_path, protocol="mine", device=CPU) == save(made, tmp_path, protocol="mine")

@@ -11,11 +11,11 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
-from ..errors import ArgumentError
+from ..errors import ArgumentError, HoldfastError
 from .machine import Meter, in_use, usable, warm
 from .measures import Run
 from .methods import Method
-from .tasks import UNCOUNTED, Task
+from .tasks import UNCOUNTED, Split, Task
 from .training import Trainer, Training
 
 _BATCH = 5000  # of a test
@@ -119,8 +119,8 @@ def _drawn_from(seed: int, device: str) -> Iterator[None]:
 def _require_answers(model: nn.Module, tasks: Sequence[Task], training: Training) -> None:
     """Raise where a task's labels have no output that could answer."""
     for task in tasks:
-        with torch.no_grad():
-            answers = task.logits(model, task.test.first(1).x)
+        _tried(model, task, task.train)
+        answers = _tried(model, task, task.test)
         labels = [split.y for split in (task.train, task.test)]
         _require_one_each(task, labels, answers, training)
         if training.loss == "tokens":
@@ -136,6 +136,22 @@ def _require_answers(model: nn.Module, tasks: Sequence[Task], training: Training
                 f"`{task.name}` {f'{asked} and ' if asked else ''}has labels up to {largest}, and {width} of the "
                 "model's outputs to answer."
             )
+
+
+@torch.no_grad()
+def _tried(model: nn.Module, task: Task, data: Split) -> Tensor:
+    """What the model says of one input; an error that tells what it was given, where it cannot say anything."""
+    x = data.first(1).x
+    try:
+        return task.logits(model, x)
+    except HoldfastError:
+        raise
+    except (RuntimeError, TypeError, ValueError, LookupError) as error:
+        what = f"{tuple(x.shape)} of {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
+        raise ArgumentError(
+            f"the model cannot answer an input of `{task.name}`, {what}: {error}. It is given inputs as a Split has "
+            "them: make them what it takes, such as x.float() / 255 of bytes."
+        ) from error
 
 
 def _require_one_each(task: Task, labels: Sequence[Tensor], answers: Tensor, training: Training) -> None:

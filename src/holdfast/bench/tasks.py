@@ -126,6 +126,11 @@ class Task:
     def logits(self, model: nn.Module, x: Tensor) -> Tensor:
         """What the model says, of the outputs that may answer."""
         found: Tensor = model(x)
+        if not isinstance(found, Tensor):
+            raise ArgumentError(
+                f"the model answers `{self.name}` with a {type(found).__name__}, and not with a tensor of outputs: "
+                "wrap it in a module that takes them out."
+            )
         if self.outputs is None or (self.outputs[0], len(self.outputs)) == (0, found.shape[-1]):
             return found
         first, last = self.outputs[0], self.outputs[-1]
