@@ -174,7 +174,7 @@ def _require_one_each(task: Task, labels: Sequence[Tensor], answers: Tensor, tra
 def _judged(model: nn.Module, task: Task, training: Training, count: int | None = None) -> tuple[float, float]:
     """The share of answers that are right on the test data, and the negative log-likelihood of the labels; no numbers
     where none of it counts."""
-    data = task.test if count is None else task.test.first(count)
+    data = task.test if count is None else task.test.spread(count)
     right = torch.zeros((), dtype=torch.float64, device=data.y.device)
     loss, answers = torch.zeros_like(right), 0
     for x, y in data.batches(_BATCH if training.loss != "tokens" else 100):

@@ -84,6 +84,14 @@ class Split:
         allowed = None if self.allowed is None else self.allowed[:count]
         return replace(self, stored=self.stored[:count], y=self.y[:count], allowed=allowed)
 
+    def spread(self, count: int) -> Split:
+        """No more than `count` examples, at even distances over all: the first ones of a folder may be of one class."""
+        if len(self) <= count:
+            return self
+        rows = torch.arange(count, device=self.stored.device) * len(self) // count
+        allowed = None if self.allowed is None else self.allowed[rows]
+        return replace(self, stored=self.stored[rows], y=self.y[rows], allowed=allowed)
+
     def batches(self, size: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Batches of `size`, in order."""
         for start in range(0, len(self), size):
