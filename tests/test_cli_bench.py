@@ -259,6 +259,14 @@ def test_a_report_bundles_what_it_reads_and_reads_what_it_bundled(tmp_path, exec
     assert "ends in .jsonl" in wrong.output
 
 
+def test_so_many_seeds_leave_out_the_one_that_strengths_are_chosen_on():
+    """Any number is taken: 101 and more were refused, for having seed 100 among them."""
+    lines = bench("digits", "--methods", "ewc", "--seeds", "102", "--commands").output.splitlines()
+    seeds = [int(line.split("--seeds ")[1].split(",")[0]) for line in lines]
+    assert seeds == [*range(100), 101, 102]
+    assert bench("digits", "--seeds", "99,100", "--commands").exit_code == 1
+
+
 def test_the_commands_are_the_jobs_of_the_grid(tmp_path, executed):
     folder = tmp_path / "a folder; with $signs"
     words = ["digits", "--methods", "ewc,joint", "--seeds", "2", "--strengths", "0.1,0.30000000000000004"]
