@@ -183,3 +183,11 @@ class TestOutputs:
             for task in tasks
         ]
         torch.testing.assert_close(together, torch.cat(apart))
+
+
+def test_what_is_joined_already_is_not_joined_again(images):
+    """Every example would be answered by all the outputs, and not by its own task's alone."""
+    first, second, third = split(images, "task")
+    for wrong in ([joined([first, second]), third], []):
+        with pytest.raises(holdfast.ArgumentError, match="none is joined already: give it all of them at once"):
+            joined(wrong)

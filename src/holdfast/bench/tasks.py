@@ -159,6 +159,10 @@ class Task:
 
 def joined(tasks: Sequence[Task]) -> Task:
     """All the tasks as one, each example answered by the outputs of its own task."""
+    if not tasks or any(task.train.allowed is not None for task in tasks):  # which outputs those were would be lost
+        raise ArgumentError(
+            "joined takes one task or more, of which none is joined already: give it all of them at once."
+        )
     x = torch.cat([task.train.x for task in tasks])
     if all(task.outputs is None or task.grows for task in tasks):
         y = torch.cat([task.train.y for task in tasks])
