@@ -275,6 +275,25 @@ def test_a_model_that_cannot_answer_is_told_of_with_what_it_was_asked():
             run(FineTuning(), [task("one", outputs)], Wrapped, TRAINING)
 
 
+class Plain(FineTuning):
+    """A method as one would first write it."""
+
+    def kept(self):
+        return []
+
+
+class Without(FineTuning):
+    kept = None
+
+
+@pytest.mark.parametrize(
+    ("kind", "got"), [(Plain, "got method: as a function it has @property"), (Without, "NoneType")]
+)
+def test_what_a_method_keeps_is_a_list(kind, got):
+    with pytest.raises(ArgumentError, match=f"`kept` is a list of the tensors it carries on.*{got}"):
+        run(kind(), [task("one")], lambda: nn.Linear(4, 2), TRAINING)
+
+
 def test_a_device_and_a_seed_may_be_torchs_and_numpys(tmp_path):
     made = run(FineTuning(), [task("one")], lambda: nn.Linear(4, 2), TRAINING, seed=np.int64(3), device=CPU)
     assert save(made, tmp_path, protocol="mine", device=CPU) == save(made, tmp_path, protocol="mine")

@@ -52,6 +52,11 @@ def run(
     seed = int(seed)  # of NumPy's too, which no file takes
     if stages is not None and not callable(stages):
         raise ArgumentError("stages makes of the tasks what is learned, such as lambda tasks: [joined(tasks)].")
+    if not isinstance(method.kept, Sequence):  # of a function, which is never empty, the next line would say otherwise
+        raise ArgumentError(
+            f"a method's `kept` is a list of the tensors it carries on, [] for none, got {type(method.kept).__name__}: "
+            "as a function it has @property above it."
+        )
     if method.kept:
         raise ArgumentError("this method has learned already, and would be held to that: make a new one for each run.")
     device = usable(device)
