@@ -279,6 +279,14 @@ def test_what_other_results_have_is_left_out_whatever_version_made_it(tmp_path, 
     assert "known has 1 of 4 runs." in bench(*asked, "--commands", *NUMBERS).stderr  # another device's is another run
 
 
+def test_so_many_seeds_leave_out_the_one_that_strengths_are_chosen_on():
+    """Any number is taken: 101 and more were refused, for having seed 100 among them."""
+    lines = bench("digits", "--methods", "ewc", "--seeds", "102", "--commands").output.splitlines()
+    seeds = [int(line.split("--seeds ")[1].split(",")[0]) for line in lines]
+    assert seeds == [*range(100), 101, 102]
+    assert bench("digits", "--seeds", "99,100", "--commands").exit_code == 1
+
+
 def test_the_commands_are_the_jobs_of_the_grid(tmp_path, executed):
     folder = tmp_path / "a folder; with $signs"
     words = ["digits", "--methods", "ewc,joint", "--seeds", "2", "--strengths", "0.1,0.30000000000000004"]

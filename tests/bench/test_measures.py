@@ -91,3 +91,16 @@ def test_paired_differences_are_seed_by_seed():
     assert paired(ours[:3], [run(seed, one.accuracy[0][0] - 0.1) for seed, one in enumerate(ours[:3])]).clear
     assert paired(ours, [run(5, 0.5)]) is None
     assert not paired([run(0, 0.9)], [run(0, 0.1)]).clear  # one seed tells nothing
+
+
+@pytest.mark.parametrize(("seeds", "bound"), [(3, 4.3027), (11, 2.2281), (12, 2.2010), (16, 2.1314), (31, 2.0423)])
+def test_beyond_chance_is_students_t_with_any_number_of_seeds(seeds, bound):
+    """The differences are as much above their mean as below it, and of an odd number one is at it."""
+    apart = [0.01 * (-1) ** seed if seed < seeds // 2 * 2 else 0.0 for seed in range(seeds)]
+    error = 0.01 * (seeds // 2 * 2 / (seeds - 1) / seeds) ** 0.5
+    for times, clear in ((0.998, False), (1.002, True)):
+        mean = times * bound * error
+        found = paired([run(seed, 0.5 + mean + each) for seed, each in enumerate(apart)],
+                       [run(seed, 0.5) for seed in range(seeds)])  # fmt: skip
+        assert found.error == pytest.approx(error)
+        assert found.clear is clear

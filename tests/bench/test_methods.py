@@ -137,6 +137,23 @@ class TestCurvatures:
             diagonal("observed")(model, tasks[0], trainer).entries["2.weight"].sum()
         )
 
+    def test_batched_is_of_what_is_trained_and_zero_where_nothing_is_answered(self, tasks):
+        """As every other curvature is: a frozen layer is not held, and an unused one has nothing to hold."""
+
+        def partly():
+            model = small()
+            model[0].requires_grad_(False)
+            model[1].unused = nn.Linear(2, 2)
+            return model
+
+        model, trainer = partly(), Trainer(QUICK)
+        found = batched(100)(model, tasks[0], trainer).entries
+        assert found.keys() == diagonal()(model, tasks[0], trainer).diagonal().keys()
+        assert not any("0." in name for name in found)
+        assert not found["1.unused.weight"].any()
+        assert found["2.weight"].any()
+        assert len(run(Held(batched()), tasks[:2], partly, QUICK).accuracy) == 2
+
     def test_the_hessian_is_the_estimate_with_negatives_at_zero(self, tasks):
         model, trainer = learned(tasks[0])
         found, data = hessian(2)(model, tasks[0], trainer), list(tasks[0].train.batches(100))

@@ -1,15 +1,30 @@
 """A run: all of its chance is the seed's, and what could not be answered or learned is refused before it starts."""
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from holdfast.bench import FineTuning, Held, Split, Task, Trainer, Training, batched, diagonal, machine, run, runner
+from holdfast.bench import (
+    FineTuning,
+    Held,
+    Split,
+    Task,
+    Trainer,
+    Training,
+    batched,
+    diagonal,
+    machine,
+    run,
+    runner,
+    save,
+)
 from holdfast.bench.distilled import true_inputs
 from holdfast.bench.tasks import joined
 from holdfast.errors import ArgumentError
 
 TRAINING = Training(epochs=2, batch_size=8)
+CPU = torch.device("cpu")
 
 
 def split(classes=2, count=24, labels=None):
@@ -48,6 +63,24 @@ def test_outputs_of_a_tasks_own_are_not_taken_for_others():
 def test_labels_that_no_output_could_have_are_refused(labels):
     with pytest.raises(ArgumentError, match="`odd` has labels that are no whole numbers from 0"):
         run(FineTuning(), [task("odd", labels=labels)], lambda: nn.Linear(4, 2), TRAINING)
+
+
+@pytest.mark.parametrize(
+    ("loss", "sizes", "message"),
+    [
+        ("cross-entropy", (24, 1), r"`odd` has labels of shape \(24, 1\), and the loss 'cross-entropy' takes one"),
+        ("squared", (24, 1), r"takes one for an example, \(24,\): y.squeeze\(1\)"),
+        ("tokens", (24,), r"labels of shape \(24,\), and the model's answers .* are of shape \(24, 4, 2\)"),
+        ("tokens", (24, 3), r"are of shape \(24, 4, 2\)"),
+    ],
+)
+def test_labels_that_stand_otherwise_than_answers_are_refused(loss, sizes, message):
+    """A column of labels was compared with all the answers, and accuracies were far above 1."""
+    labels = torch.zeros(sizes, dtype=torch.long)
+    odd = Split(torch.zeros(24, 4, dtype=torch.long if loss == "tokens" else torch.float), labels)
+    model = nn.Embedding(3, 2) if loss == "tokens" else nn.Linear(4, 2)
+    with pytest.raises(ArgumentError, match=message):
+        run(FineTuning(), [Task("odd", odd, odd)], lambda: model, Training(epochs=1, loss=loss))
 
 
 def test_texts_may_have_labels_that_do_not_count():
@@ -123,10 +156,25 @@ def test_joint_training_of_texts_with_outputs_of_their_own():
 def test_a_look_at_tokens_of_which_none_counts_is_left_out():
     x, y = texts(rows=1100)
     late = y.clone()
-    late[:1050] = -100
+    late[torch.arange(1100) % 11 != 10] = -100  # the hundred that a look of a thousand passes over
     made = run(FineTuning(), [Task("late", Split(x, y), Split(x, late)), Task("two", Split(x, y), Split(x, y))],
                lambda: nn.Embedding(5, 5), TOKENS)  # fmt: skip
     assert made.lowest == [None, None]
+
+
+def test_a_look_is_at_examples_from_all_over_the_test_data():
+    """Data that is sorted by its classes, as folders of pictures are: the first thousand are all of one."""
+    y = torch.arange(4).repeat_interleave(600)
+    x = torch.nn.functional.one_hot(y, 4).float()
+    sorted_ = Task("sorted", Split(x, y), Split(x, y))
+    constant = Task("constant", Split(x, y * 0 + 3), Split(x, y * 0 + 3))  # after which every answer is 3
+    made = run(FineTuning(), [sorted_, constant], lambda: nn.Linear(4, 4), Training(epochs=2, lr=0.1))
+    assert made.accuracy[1] == [0.25, 1.0]
+    assert made.settled == [None, 0.25]
+    one = Split(x, y).spread(7)
+    assert one.y.tolist() == [0, 0, 1, 1, 2, 2, 3]
+    assert torch.equal(one.x, x[[0, 342, 685, 1028, 1371, 1714, 2057]])
+    assert Split(x, y).spread(2400).x is x
 
 
 class Noted(FineTuning):
@@ -185,9 +233,75 @@ def test_what_is_learned_instead_of_the_tasks_is_made_within_the_run(monkeypatch
         ({"tasks": []}, "at least one task"),
         ({"make_model": nn.Linear(4, 2)}, "a function that makes a model"),
         ({"device": "tpu"}, "there is no device 'tpu'"),
+        ({"device": torch.device("cuda", 99)}, "there is no device 'cuda:99'"),
+        ({"tasks": [split()]}, r"run takes tasks, each a Task\(name"),
+        ({"training": {"epochs": 2}}, r"how to train: Training\(epochs=10\)"),
+        ({"seed": "1"}, "a seed is a whole number from 0 to 2147483647, got '1'"),
+        ({"seed": -1}, "a seed is a whole number"),
+        ({"seed": 1.5}, "a seed is a whole number"),
     ],
 )
 def test_what_makes_no_run_is_refused(wrong, message):
-    given = {"method": FineTuning(), "tasks": [task("one")], "make_model": lambda: nn.Linear(4, 2), **wrong}
+    usual = {"method": FineTuning(), "tasks": [task("one")], "make_model": lambda: nn.Linear(4, 2)}
     with pytest.raises(ArgumentError, match=message):
-        run(**given, training=TRAINING)
+        run(**{**usual, "training": TRAINING, **wrong})
+
+
+class Wrapped(nn.Module):
+    """As models of Hugging Face answer."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 2)
+
+    def forward(self, x):
+        return {"logits": self.inner(x)}
+
+
+def test_a_model_that_cannot_answer_is_told_of_with_what_it_was_asked():
+    pictures = Split(torch.zeros(24, 4, dtype=torch.uint8), torch.zeros(24, dtype=torch.long))
+    narrow = Split(torch.zeros(24, 3), torch.zeros(24, dtype=torch.long))
+    for wrong, message in (
+        (
+            Task("bytes", pictures, pictures),
+            r"an input of `bytes`, \(1, 4\) of torch.uint8: .*such as x.float\(\) / 255",
+        ),
+        (Task("narrow", narrow, split()), r"an input of `narrow`, \(1, 3\) of torch.float32: mat1 and mat2"),
+    ):
+        with pytest.raises(ArgumentError, match=message):
+            run(FineTuning(), [wrong], lambda: nn.Linear(4, 2), TRAINING)
+    for outputs in (None, (0, 1)):
+        with pytest.raises(ArgumentError, match="answers `one` with a dict, and not with a tensor of outputs"):
+            run(FineTuning(), [task("one", outputs)], Wrapped, TRAINING)
+
+
+class Plain(FineTuning):
+    """A method as one would first write it."""
+
+    def kept(self):
+        return []
+
+
+class Without(FineTuning):
+    kept = None
+
+
+@pytest.mark.parametrize(
+    ("kind", "got"), [(Plain, "got method: as a function it has @property"), (Without, "NoneType")]
+)
+def test_what_a_method_keeps_is_a_list(kind, got):
+    with pytest.raises(ArgumentError, match=f"`kept` is a list of the tensors it carries on.*{got}"):
+        run(kind(), [task("one")], lambda: nn.Linear(4, 2), TRAINING)
+
+
+def test_a_device_and_a_seed_may_be_torchs_and_numpys(tmp_path):
+    made = run(FineTuning(), [task("one")], lambda: nn.Linear(4, 2), TRAINING, seed=np.int64(3), device=CPU)
+    assert save(made, tmp_path, protocol="mine", device=CPU) == save(made, tmp_path, protocol="mine")
+
+
+def test_the_data_is_brought_to_the_device_of_the_run(monkeypatch):
+    """Where it may be elsewhere: pictures read from a disk, and a model on a GPU."""
+    moved = []
+    monkeypatch.setattr(Split, "to", lambda split, device: moved.append(device) or split)
+    run(FineTuning(), [task("one"), task("two")], lambda: nn.Linear(4, 2), TRAINING, device=CPU)
+    assert moved == ["cpu"] * 4

@@ -1,5 +1,6 @@
 """Tasks and the sequences they are made into: labels, outputs and views, counted by hand."""
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -44,6 +45,47 @@ class TestSplit:
     def test_inputs_without_labels_are_refused(self, sizes):
         with pytest.raises(holdfast.ArgumentError, match=f"{sizes[0]} inputs and {sizes[1]} labels"):
             Split(torch.zeros(sizes[0], 2), torch.zeros(sizes[1]))
+
+    @pytest.mark.parametrize("kind", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.bool])
+    def test_labels_are_whole_numbers_of_any_kind(self, kind):
+        """Losses take one kind alone: others are made that one."""
+        found = Split(torch.zeros(3, 2), torch.tensor([0, 1, 1]).to(kind))
+        assert found.y.dtype == torch.int64
+        assert found.first(2).y.tolist() == [0, 1]
+        assert Split(torch.zeros(3, 2), torch.zeros(3)).y.dtype == torch.float32  # no labels: a run refuses them
+
+    @pytest.mark.parametrize("inputs", [np.zeros((3, 2)), [[0.0, 0.0]] * 3])
+    def test_arrays_and_lists_are_no_tensors(self, inputs):
+        with pytest.raises(holdfast.ArgumentError, match=f"made of tensors, got {type(inputs).__name__}: torch"):
+            Split(inputs, torch.zeros(3, dtype=torch.long))
+        with pytest.raises(holdfast.ArgumentError, match="made of tensors"):
+            Split(torch.zeros(3, 2), inputs)
+
+    @pytest.mark.parametrize(
+        ("dataset", "message"),
+        [
+            ([(object(), 1)] * 2, "this list does not give .* by their number.* RuntimeError: Could not infer dtype"),
+            ([(torch.zeros(2), 0), (torch.zeros(3), 1)], "RuntimeError: stack expects each tensor to be equal size"),
+            ([{"x": 1, "y": 2}], "KeyError: 0"),
+            (iter([(torch.zeros(2), 0)]), "TypeError: object of type 'list_iterator' has no len"),
+            (torch.utils.data.DataLoader([(torch.zeros(2), 0)]), "this DataLoader .* gives its loader.dataset"),
+            ([], "at least one example, and this dataset has none"),
+        ],
+    )
+    def test_what_is_no_dataset_of_pairs_is_refused(self, dataset, message):
+        with pytest.raises(holdfast.ArgumentError, match=message):
+            Split.of(dataset)
+
+    def test_a_task_has_splits(self):
+        data = torch.utils.data.TensorDataset(torch.randn(5, 3), torch.arange(5))
+        with pytest.raises(holdfast.ArgumentError, match=r"`it` has a TensorDataset for its `test`.* Split.of\("):
+            Task("it", Split.of(data), data)
+
+    @pytest.mark.parametrize("outputs", [3, (0.0, 1.0), "ab"])
+    def test_outputs_are_whole_numbers(self, outputs):
+        one = Split(torch.zeros(3, 2), torch.zeros(3, dtype=torch.long))
+        with pytest.raises(holdfast.ArgumentError, match="outputs stand side by side"):
+            Task("it", one, one, outputs)
 
 
 class TestStreams:
@@ -141,3 +183,11 @@ class TestOutputs:
             for task in tasks
         ]
         torch.testing.assert_close(together, torch.cat(apart))
+
+
+def test_what_is_joined_already_is_not_joined_again(images):
+    """Every example would be answered by all the outputs, and not by its own task's alone."""
+    first, second, third = split(images, "task")
+    for wrong in ([joined([first, second]), third], []):
+        with pytest.raises(holdfast.ArgumentError, match="none is joined already: give it all of them at once"):
+            joined(wrong)

@@ -130,6 +130,8 @@ class TestSteps:
         ({"epochs": 1, "steps": 1}, "give one of them"),
         ({"epochs": 0}, "epochs is a whole number, 1 or more, got 0"),
         ({"steps": 2, "batch_size": 0}, "batch_size"),
+        ({"epochs": 1, "momentum": 0.9}, "momentum 0.9 is for optimizer='sgd': adam takes none"),
+        ({"epochs": 1, "loss": "squared", "label_smoothing": 0.1}, "label_smoothing 0.1 does not apply to the squared"),
     ],
 )
 def test_numbers_that_make_no_run_are_refused(options, match):

@@ -170,7 +170,7 @@ def save(
     protocol: str,
     strength: float | None = None,
     description: str = "",
-    device: str = "cpu",
+    device: str | torch.device = "cpu",
     keeps_data: bool = False,
 ) -> Path:
     """Keep a run of one's own among a folder's results, where `holdfast report` finds it under its protocol.

@@ -30,8 +30,9 @@ def present(device: str) -> str:
     raise ArgumentError(f"there is no device {device!r}: it is cpu, cuda, cuda:1 and so on, or auto.")
 
 
-def usable(device: str) -> str:
+def usable(device: str | torch.device) -> str:
     """The same; and other kinds that torch knows as they are, for they need nothing of their own here."""
+    device = str(device)
     try:
         other = torch.device(device).type not in ("cpu", "cuda")
     except RuntimeError:

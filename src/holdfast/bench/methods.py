@@ -220,13 +220,16 @@ def batched(size: int = 128) -> Curvature:
     """
 
     def found(model: nn.Module, task: Task, trainer: Trainer) -> Precision:
-        params = dict(model.named_parameters())
+        params = {name: each for name, each in model.named_parameters() if each.requires_grad}
         sums = {name: torch.zeros_like(each) for name, each in params.items()}
         training = trainer.training
         for x, y in task.train.batches(size):
             loss = training.mean(training.losses(task.logits(model, x), y), y)
-            for name, grad in zip(params, torch.autograd.grad(loss, list(params.values())), strict=True):
-                sums[name] += training.count(y) * grad.square()  # the mean over batches, times the number of examples
+            # Nothing comes of what has no part in the answers.
+            grads = torch.autograd.grad(loss, list(params.values()), allow_unused=True)
+            for name, grad in zip(params, grads, strict=True):
+                if grad is not None:  # the mean over batches, times the number of examples
+                    sums[name] += training.count(y) * grad.square()
         size_of_it = float(training.count(task.train.y))
         source = Source(f"{task.name}, {trainer.seed}", size_of_it, training.unit, training.loss, f"batches of {size}")
         return Diagonal(sums, (source,))

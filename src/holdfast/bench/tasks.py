@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -33,8 +34,16 @@ class Split:
     allowed: Tensor | None = None
 
     def __post_init__(self) -> None:
+        for each in (self.stored, self.y):
+            if not isinstance(each, Tensor):
+                raise ArgumentError(
+                    f"a split is made of tensors, got {type(each).__name__}: torch.as_tensor makes one of an array or "
+                    "a list, and Split.of(dataset) a split of a dataset."
+                )
         if len(self.stored) != len(self.y) or not len(self.y):
             raise ArgumentError(f"a split has one label for each input and at least one of both, got {self.sizes}.")
+        if not self.y.is_floating_point():  # whole numbers of any kind, of which losses take only this one
+            object.__setattr__(self, "y", self.y.long())
 
     def __len__(self) -> int:
         return len(self.y)
@@ -57,16 +66,31 @@ class Split:
     @classmethod
     def of(cls, dataset: Sequence[tuple[Any, Any]] | Any) -> Split:
         """A dataset of (input, label) pairs, such as torch's, read whole."""
-        pairs = [dataset[index] for index in range(len(dataset))]
-        if not pairs:
-            raise ArgumentError("a split has at least one example, and this dataset has none.")
-        x, y = (torch.stack([torch.as_tensor(pair[side]) for pair in pairs]) for side in (0, 1))
-        return cls(x, y)
+        try:
+            pairs = [dataset[index] for index in range(len(dataset))]
+            x, y = ([torch.as_tensor(pair[side]) for pair in pairs] for side in (0, 1))
+            if pairs:
+                return cls(torch.stack(x), torch.stack(y))
+        except (LookupError, RuntimeError, TypeError, ValueError) as error:
+            raise ArgumentError(
+                f"this {type(dataset).__name__} does not give (input, label) pairs by their number, of tensors of one "
+                f"shape: {type(error).__name__}: {error}. Pictures need a transform that makes tensors of one size of "
+                "them, and a loader gives its loader.dataset."
+            ) from error
+        raise ArgumentError("a split has at least one example, and this dataset has none.")
 
     def first(self, count: int) -> Split:
         """No more than `count` examples, from the start."""
         allowed = None if self.allowed is None else self.allowed[:count]
         return replace(self, stored=self.stored[:count], y=self.y[:count], allowed=allowed)
+
+    def spread(self, count: int) -> Split:
+        """No more than `count` examples, at even distances over all: the first ones of a folder may be of one class."""
+        if len(self) <= count:
+            return self
+        rows = torch.arange(count, device=self.stored.device) * len(self) // count
+        allowed = None if self.allowed is None else self.allowed[rows]
+        return replace(self, stored=self.stored[rows], y=self.y[rows], allowed=allowed)
 
     def batches(self, size: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Batches of `size`, in order."""
@@ -91,9 +115,18 @@ class Task:
     grows: bool = False
 
     def __post_init__(self) -> None:
+        for what, each in (("train", self.train), ("test", self.test)):
+            if not isinstance(each, Split):
+                raise ArgumentError(
+                    f"`{self.name}` has a {type(each).__name__} for its `{what}`, where a task has a Split: "
+                    "Split.of(dataset), or Split(inputs, labels)."
+                )
         if self.outputs is None:
             return
-        outputs = tuple(self.outputs)
+        try:
+            outputs = tuple(map(operator.index, self.outputs))
+        except TypeError:
+            outputs = ()
         if not outputs or outputs != tuple(range(outputs[0], outputs[-1] + 1)):
             raise ArgumentError(f"a task's outputs stand side by side, such as (2, 3), got {self.outputs}.")
         object.__setattr__(self, "outputs", outputs)
@@ -101,6 +134,11 @@ class Task:
     def logits(self, model: nn.Module, x: Tensor) -> Tensor:
         """What the model says, of the outputs that may answer."""
         found: Tensor = model(x)
+        if not isinstance(found, Tensor):
+            raise ArgumentError(
+                f"the model answers `{self.name}` with a {type(found).__name__}, and not with a tensor of outputs: "
+                "wrap it in a module that takes them out."
+            )
         if self.outputs is None or (self.outputs[0], len(self.outputs)) == (0, found.shape[-1]):
             return found
         first, last = self.outputs[0], self.outputs[-1]
@@ -121,6 +159,10 @@ class Task:
 
 def joined(tasks: Sequence[Task]) -> Task:
     """All the tasks as one, each example answered by the outputs of its own task."""
+    if not tasks or any(task.train.allowed is not None for task in tasks):  # which outputs those were would be lost
+        raise ArgumentError(
+            "joined takes one task or more, of which none is joined already: give it all of them at once."
+        )
     x = torch.cat([task.train.x for task in tasks])
     if all(task.outputs is None or task.grows for task in tasks):
         y = torch.cat([task.train.y for task in tasks])

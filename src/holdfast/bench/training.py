@@ -58,6 +58,11 @@ class Training:
         require_number(self.momentum, "momentum")
         if not 0.0 <= self.label_smoothing < 1.0:
             raise ArgumentError(f"label_smoothing is 0 or more and less than 1, got {self.label_smoothing!r}.")
+        # Rather than that nothing comes of them.
+        if self.momentum and self.optimizer != "sgd":
+            raise ArgumentError(f"momentum {self.momentum:g} is for optimizer='sgd': {self.optimizer} takes none.")
+        if self.label_smoothing and self.loss == "squared":
+            raise ArgumentError(f"label_smoothing {self.label_smoothing:g} does not apply to the squared loss.")
 
     @property
     def likelihood(self) -> Likelihood:

@@ -58,7 +58,9 @@ class Asked:
                 f"--seeds {numbers[0]} is how many, from 1 to {_MOST_SEEDS}; to say which, write a comma after it: "
                 f"--seeds {numbers[0]},"
             )
-        which = numbers if "," in seeds else list(range(numbers[0]))
+        which = numbers
+        if "," not in seeds:  # the one that strengths are chosen on is passed over
+            which = [seed for seed in range(numbers[0] + 1) if seed != SWEEP_SEED][: numbers[0]]
         found = (
             _numbers(strengths, "strengths", float) if strengths is not None else list(STRENGTHS) if sweep else [1.0]
         )
