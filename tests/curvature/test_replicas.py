@@ -19,6 +19,7 @@ from cases import vectors
 from holdfast.identity import fingerprint
 from holdfast.precision import Precision
 from holdfast.ranks import ranks_of
+from oracles import flat
 from processes import gathered, main
 
 SIZES = {
@@ -77,6 +78,11 @@ def everything(cut: str, world: int = 2) -> list:
     return [batch for rank in range(world) for batch in share(rank, cut, world)]
 
 
+# What draws, and draws anew on every rank.
+DRAWN = {
+    "labels": partial(holdfast.diagonal_fisher, likelihood=holdfast.categorical, targets="sampled"),
+    "signs": partial(holdfast.hutchinson_hessian, likelihood=holdfast.categorical, probes=3),
+}
 MIXED = {"body.*": holdfast.kronecker_fisher, "norm.*": holdfast.dense_fisher, "*": holdfast.diagonal_fisher}
 ESTIMATES = {
     "diagonal": partial(holdfast.diagonal_fisher, likelihood=holdfast.categorical),
@@ -89,7 +95,6 @@ ESTIMATES = {
     "dense": partial(holdfast.dense_fisher, likelihood=holdfast.categorical),
     "mixed": partial(holdfast.mixed_fisher, likelihood=holdfast.categorical, structures=MIXED),
     "Hessian": partial(holdfast.diagonal_hessian, likelihood=holdfast.categorical),
-    "Hutchinson": partial(holdfast.hutchinson_hessian, likelihood=holdfast.categorical, probes=3),
     "sensitivity": holdfast.sensitivity,
 }
 OF_FOUR, FOURS = ["diagonal", "kronecker", "low rank, twice as many rows", "mixed"], "counts that differ"
@@ -134,14 +139,15 @@ def of_four(rank: int) -> dict:
 
 
 def sampled(rank: int) -> dict:
-    """Every rank has the same examples, so that labels in common would count twice."""
+    """Every rank has the same examples, so that draws in common would count twice."""
     model, batches = DistributedDataParallel(made()), share(0, "even")
-    with ranks_of(model) as ranks:
-        own = holdfast.diagonal_fisher(
-            model.module, batches, holdfast.categorical, targets="sampled", seed=ranks.seed(5)
-        )
-    both = holdfast.diagonal_fisher(model, batches, holdfast.categorical, targets="sampled", seed=5)
-    return {"own": own.dense().diag(), "both": both.dense().diag()}
+    found = {}
+    for name, estimate in DRAWN.items():
+        with ranks_of(model) as ranks:
+            own = estimate(model.module, batches, seed=ranks.seed(5))
+        both = estimate(model, batches, seed=5)
+        found[name] = {"own": flat(own.entries), "both": flat(both.entries)}
+    return found
 
 
 def left_alone(rank: int) -> dict:
@@ -264,12 +270,13 @@ def test_rows_that_do_not_fit_are_cut_before_they_are_joined(scenario, world, fo
     require_near("cut short", ranks, taken(CUT_SHORT, made(), batches), batches)
 
 
-def test_labels_are_drawn_anew_on_every_rank(found):
-    first, second = found["sampled"]
+@pytest.mark.parametrize("name", DRAWN)
+def test_what_is_drawn_is_drawn_anew_on_every_rank(name, found):
+    first, second = (each[name] for each in found["sampled"])
     torch.testing.assert_close(first["both"], first["own"] + second["own"], rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(first["both"], second["both"], rtol=0, atol=0)
-    single = holdfast.diagonal_fisher(made(), share(0, "even"), holdfast.categorical, targets="sampled", seed=5)
-    torch.testing.assert_close(first["own"], single.dense().diag())  # the first rank draws what one process draws
+    single = DRAWN[name](made(), share(0, "even"), seed=5)
+    torch.testing.assert_close(first["own"], flat(single.entries))  # the first rank draws what one process draws
     assert (first["own"] - second["own"]).norm() > 0.05 * first["own"].norm()
 
 

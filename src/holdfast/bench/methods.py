@@ -29,7 +29,7 @@ from ..precision import Diagonal, Kronecker, Precision, Source
 from .tasks import Task
 from .training import Trainer
 
-BATCH = 1000  # of a Fisher: no number depends on it
+BATCH = 1000  # of a Fisher: no number depends on it, where no numbers are drawn
 
 
 class Method(Protocol):
@@ -206,9 +206,12 @@ def evened(curvature: Curvature, share: float = 0.003) -> Curvature:
 
 
 def hessian(probes: int = 16) -> Curvature:
-    """F′, the Hessian's diagonal in place of the Fisher's, estimated, with negative entries at zero."""
+    """F′, the Hessian's diagonal in place of the Fisher's, estimated, with negative entries at zero.
+
+    In perceptrons of ReLUs it is the exact Fisher's diagonal, and what differs is the estimate's noise.
+    """
     return lambda model, task, trainer: hutchinson_hessian(
-        model, Batches(model, task, trainer), trainer.training.likelihood, probes=probes, seed=trainer.seed,
+        model, Batches(model, task, trainer, 100), trainer.training.likelihood, probes=probes, seed=trainer.seed,
         forward=task.forward,
     ).clamped()  # fmt: skip
 
@@ -268,10 +271,11 @@ class Batches:
     model: nn.Module
     task: Task
     trainer: Trainer
+    size: int = BATCH
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         training = self.trainer.training
-        for x, y in self.task.train.batches(50 if training.loss == "tokens" else BATCH):
+        for x, y in self.task.train.batches(min(self.size, 50) if training.loss == "tokens" else self.size):
             with torch.no_grad():
                 width = self.task.logits(self.model, x[:1]).shape[-1]
             yield x, training.targets(y, width)

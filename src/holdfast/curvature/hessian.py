@@ -30,7 +30,7 @@ def diagonal_hessian(
     `hutchinson_hessian`. Away from a minimum entries can be negative; `.clamped()` sets those to zero.
     """
 
-    def diagonal(gradients: Sequence[Tensor], parameters: Sequence[Tensor]) -> list[Tensor]:
+    def diagonal(gradients: Sequence[Tensor], parameters: Sequence[Tensor], coins: torch.Generator) -> list[Tensor]:
         return [_exact_diagonal(gradient, p) for gradient, p in zip(gradients, parameters, strict=True)]
 
     return _summed(model, batches, likelihood, forward, diagonal)
@@ -47,17 +47,17 @@ def hutchinson_hessian(
 ) -> SignedDiagonal:
     """An unbiased estimate of F′ from Hessian-vector products: E[v ∘ Hv] with random signs v (Bekas 2007).
 
-    The variance of an entry is Σ_{j≠i} H_ij² / probes. A probe is the same for all batches, so the estimate does not
-    depend on how the data is cut; each costs about two gradient passes.
+    Signs are new for every batch b: the variance of an entry is Σ_b Σ_{j≠i} (H_b)_ij² / probes, less in small batches
+    than in large ones. A probe costs about two gradient passes. Where noise is as large as the entries, clamping keeps
+    its positive half. For perceptrons of ReLUs `diagonal_fisher` with expected labels is F′ itself, without noise.
     """
     if not isinstance(probes, int) or probes < 1:
         raise ArgumentError(f"an estimate needs at least one probe, got probes={probes!r}.")
 
-    def diagonal(gradients: Sequence[Tensor], parameters: Sequence[Tensor]) -> list[Tensor]:
+    def diagonal(gradients: Sequence[Tensor], parameters: Sequence[Tensor], coins: torch.Generator) -> list[Tensor]:
         estimates = [torch.zeros_like(p) for p in parameters]
-        for probe in range(probes):
-            generator = torch.Generator().manual_seed((seed * 1_000_003 + probe) % 2**63)
-            signs = [_signs(p, generator) for p in parameters]
+        for _ in range(probes):
+            signs = [_signs(p, coins) for p in parameters]
             along: Tensor = sum((g * v).sum() for g, v in zip(gradients, signs, strict=True))  # type: ignore[assignment]
             if not along.requires_grad:
                 break
@@ -66,7 +66,7 @@ def hutchinson_hessian(
                 estimate += v * product / probes
         return estimates
 
-    return _summed(model, batches, likelihood, forward, diagonal)
+    return _summed(model, batches, likelihood, forward, diagonal, seed)
 
 
 def _summed(
@@ -74,15 +74,17 @@ def _summed(
     batches: Iterable[Any],
     likelihood: Likelihood,
     forward: Forward | None,
-    diagonal: Callable[[Sequence[Tensor], Sequence[Tensor]], list[Tensor]],
+    diagonal: Callable[[Sequence[Tensor], Sequence[Tensor], torch.Generator], list[Tensor]],
+    seed: int = 0,
 ) -> SignedDiagonal:
-    """Sum over the batches what `diagonal` makes of a batch's differentiable gradient."""
+    """Sum over the batches what `diagonal` makes of a batch's differentiable gradient, with coins to draw by."""
     with replicas_of(model) as ranks:
         model = unwrapped(model)
         named = trainable(model)
         parameters = list(named.values())
         total = accumulators(named)
         scoring = Scoring(model, likelihood, "observed", 0, forward, ranks)
+        coins = torch.Generator().manual_seed(ranks.seed(seed) % 2**63)
         # The fused attention kernels have no second derivative; the plain one has.
         with alike(model, ranks), sdpa_kernel(SDPBackend.MATH):
             for batch in read(batches, model, empty=ranks.apart):
@@ -90,7 +92,7 @@ def _summed(
                 with backward(losses), _named(batch.index):
                     gradients = torch.autograd.grad(losses.sum(), parameters, create_graph=True, materialize_grads=True)
                     require_twice(gradients)
-                    for name, entries in zip(named, diagonal(gradients, parameters), strict=True):
+                    for name, entries in zip(named, diagonal(gradients, parameters, coins), strict=True):
                         total[name] += entries.detach().to(total[name].dtype)
                 del losses, gradients
                 require_finite_scores(total, batch.index, scoring.doubts)
