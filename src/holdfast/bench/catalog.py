@@ -87,7 +87,9 @@ METHODS: dict[str, Entry] = {
     "ewc-sampled": Entry(lambda s: Held(diagonal("sampled"), strength=s), "EWC, labels drawn from the model"),
     "ewc-observed": Entry(lambda s: Held(diagonal("observed"), strength=s), "EWC, the data's labels"),
     "ewc-batched": Entry(lambda s: Held(batched(), strength=s), "EWC as often coded: squares of batch gradients"),
-    "ewc-hessian": Entry(lambda s: Held(hessian(), strength=s), "F′: the Hessian's diagonal, negatives at zero"),
+    "ewc-hessian": Entry(
+        lambda s: Held(hessian(), strength=s), "F′: the Hessian's diagonal, estimated, negatives at zero"
+    ),
     "si": Entry(lambda s: HeldByPath(s), "synaptic intelligence: Λ from the path that training took"),
     "mas": Entry(
         lambda s: Held(sensitive, strength=s), "memory-aware synapses: no labels; its scale is its own", need=_IMAGES
