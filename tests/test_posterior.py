@@ -133,6 +133,13 @@ class TestConsolidate:
                 before[1] = made.id
             assert made.id == before[1]
 
+    def test_what_is_free_shares_no_memory_either(self):
+        """Of a parameter without a precision the mean is handed on: as a copy, which may be written to."""
+        free = holdfast.Posterior({"w": torch.ones(2), "b": torch.ones(2)}, holdfast.Diagonal({"w": torch.ones(2)}))
+        free.sample(torch.Generator().manual_seed(0))["b"].zero_()
+        holdfast.merge(free, free).mean["b"].zero_()
+        assert torch.equal(free.mean["b"], torch.ones(2))
+
     def test_in_place_means_have_all_digits_of_the_model(self):
         """A mean in half precision has no room for a model in float32, which would be pulled before it has moved."""
         model = CASE.model().float()
@@ -384,6 +391,13 @@ class TestMerge:
         with pytest.raises(holdfast.MismatchError, match="is not in"):
             holdfast.merge(trained(3), trained(4), base=base)
 
+    def test_a_base_from_before_the_last_that_they_share_is_refused(self):
+        """What came between it and them would count twice."""
+        first = trained(0)
+        second = trained(1, first)
+        with pytest.raises(holdfast.MismatchError, match="not the last posterior they have in common"):
+            holdfast.merge(trained(2, second), trained(3, second), base=first)
+
     def test_the_same_posterior_twice_is_refused(self):
         with pytest.raises(holdfast.MismatchError, match="count twice"):
             holdfast.merge(trained(0), trained(0))
@@ -484,6 +498,14 @@ class TestDensity:
         dead = holdfast.Posterior({"w": torch.zeros(3)}, holdfast.Diagonal({"w": torch.tensor([1.0, 0.0, 2.0])}))
         with pytest.raises(holdfast.SingularError, match=r"1 entry of `w`"):
             dead.log_prob({"w": torch.ones(3)})
+
+    def test_the_same_values_of_other_data_are_another_posterior(self):
+        """A checkpoint, or a second hold, is told by the id whose memory it is of."""
+        twins = [
+            holdfast.Posterior({"w": torch.zeros(2)}, holdfast.Diagonal({"w": torch.ones(2)}, (source,)))
+            for source in (holdfast.Source("a", size, "example", "gaussian", "expected") for size in (10.0, 20.0))
+        ]
+        assert twins[0].id != twins[1].id
 
     def test_samples_scatter_around_the_mean(self):
         posterior = holdfast.Posterior(
