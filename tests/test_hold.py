@@ -605,6 +605,32 @@ class TestTheGuard:
             with holdfast.hold(optimizer, model, posterior, num_data=N):
                 loop(optimizer, model, x, y, steps=20)
 
+    @pytest.mark.parametrize("reason", ["an overflow", "a rate of zero", "no pull", "rounding", "another way"])
+    def test_one_that_may_leave_them_or_that_moves_them_in_another_way_is_not(self, reason):
+        """At the hundredth such step of a training that is in order it would be an error."""
+
+        class Own(torch.optim.SGD):
+            def __init__(self, params, *, needed):
+                super().__init__(params, lr=needed)
+
+            @torch.no_grad()
+            def step(self, closure=None):
+                for parameter in (p for group in self.param_groups for p in group["params"]):
+                    if reason == "rounding":
+                        parameter -= 1e-30 * parameter.grad
+                    if reason == "another way":  # of which no version tells
+                        parameter.data.sub_(1e-3 * parameter.grad)
+
+        model, posterior, x, y = start()
+        optimizer = Own(model.parameters(), needed=0.0 if reason == "a rate of zero" else 0.1)
+        if reason == "an overflow":
+            optimizer.found_inf = torch.ones(())  # as a gradient scaler tells one that unscales by itself
+        if reason != "no pull":
+            with torch.no_grad():
+                model[0].weight += 0.1
+        with holdfast.hold(optimizer, model, posterior, num_data=N):
+            loop(optimizer, model, x, y, steps=101)
+
     def test_trying_an_optimizer_draws_no_random_numbers(self):
         class Noisy(torch.optim.SGD):
             @torch.no_grad()
