@@ -392,6 +392,24 @@ class TestBudget:
         assert handle.finish().kept == pytest.approx(first.kept, rel=1e-6)
         handle.detach()
 
+    @GOES_BACK
+    def test_what_is_trained_after_a_finish_is_brought_back_too(self, scene):
+        """As by an evaluation between two epochs: what came after it would be over the budget, and nothing said so."""
+        model, memory, x, _ = scene
+        other = copy.deepcopy(model)
+        optimizer = torch.optim.SGD(other.parameters(), lr=0.5)
+        with holdfast.hold(optimizer, other, memory, num_data=len(x), strength=1e-3, budget=0.01) as handle:
+            for finished in (False, True):
+                for _ in range(4):
+                    optimizer.zero_grad()
+                    F.cross_entropy(other(x), clouds(turn=1.0)[1]).backward()
+                    optimizer.step()
+                assert handle.spent is None
+                assert holdfast.forecast(other, memory).rise > 0.02
+                if not finished:
+                    handle.finish()
+        assert holdfast.forecast(other, memory).rise < 0.012
+
     def test_a_finish_that_takes_most_of_it_back_says_so(self, scene):
         _, handle = overspent(scene, budget=0.001)
         with pytest.warns(holdfast.HoldfastWarning, match=r"went back \d+ % of its way"):

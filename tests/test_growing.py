@@ -505,10 +505,11 @@ def test_a_hold_tells_what_it_holds():
         handle.detach()
     inputs = holdfast.kept_inputs(points()[0])
     term = holdfast.distill(wide, larger, inputs, holdfast.categorical)
-    handle = holdfast.hold(optimizer, wide, [larger, term], num_data=10)
-    assert handle.coverage.fraction == 1
-    assert handle.coverage.frozen == {"0.weight", "0.bias"}
-    handle.detach()
+    for terms in ([larger, term], [term, larger]):
+        handle = holdfast.hold(optimizer, wide, terms, num_data=10)
+        assert handle.coverage.fraction == 1
+        assert handle.coverage.frozen == {"0.weight", "0.bias"}
+        handle.detach()
     handle = holdfast.hold(optimizer, wide, holdfast.prior(wide), num_data=10)
     assert handle.coverage.fraction == 0
     assert handle.coverage.free == ("2.weight", "2.bias", "4.weight", "4.bias")
