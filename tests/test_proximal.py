@@ -18,6 +18,12 @@ OPTIMIZERS = {
     "fused": lambda params: torch.optim.Adam(params, lr=0.05, fused=True),
 }
 
+# Of which one step tells as much as many.
+OTHERS = {
+    "dampened": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, dampening=0.6),
+    "large epsilon": lambda params: torch.optim.Adam(params, lr=0.05, eps=0.1),
+}
+
 
 def line(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
@@ -73,20 +79,21 @@ def test_where_the_gradient_diverges_it_does_not():
     torch.testing.assert_close(ends[1], posterior.mean["weight"], atol=0.02, rtol=0)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", [*OPTIMIZERS, *OTHERS])
 def test_a_step_is_that_of_the_equation(name):
     """θ ← μ + (θ' − μ)/(1 + a s Λ/N), θ' and a from the optimizer alone."""
     free, _ = made()
     model, posterior = made()
     x, y = line()
-    other, optimizer = OPTIMIZERS[name](free.parameters()), OPTIMIZERS[name](model.parameters())
+    make = (OPTIMIZERS | OTHERS)[name]
+    other, optimizer = make(free.parameters()), make(model.parameters())
     with holdfast.hold(optimizer, model, posterior, num_data=50, strength=7.0, proximal=True):
         for net, each in ((free, other), (model, optimizer)):
             (0.5 * (net(x) - y).square().mean()).backward()
             each.step()
     group, state = other.param_groups[0], other.state[free.weight]
     if "momentum" in group:
-        size = group["lr"] / (1 - group["momentum"])
+        size = group["lr"] * (1 - group["dampening"]) / (1 - group["momentum"])
     else:
         size = group["lr"] / ((state["exp_avg_sq"] / (1 - group["betas"][1])).sqrt() + group["eps"])
     mean, entries = posterior.mean["weight"], posterior.precision.entries["weight"]
@@ -335,3 +342,21 @@ class TestWithoutBeingAsked:
                 told.append(float(optimizer.step(lambda: torch.tensor(1.0))))
         assert told[0] == pytest.approx(1 + penalty / 50)
         assert told[0] == pytest.approx(told[1])
+
+
+@pytest.mark.parametrize("layout", ["rows", "columns"])
+@pytest.mark.parametrize("name", ["sgd", "adam"])
+def test_at_any_strength_the_free_stays_free_and_the_held_at_the_mean(name, layout):
+    """Infinity times zero is no number, and neither is infinity by infinity."""
+    model, free = nn.Linear(3, 2, bias=False), nn.Linear(3, 2, bias=False)
+    for each in (model, free):
+        values = torch.arange(6.0)
+        each.weight.data = values.view(2, 3).clone() if layout == "rows" else values.view(3, 2).clone().T
+    entries = torch.tensor([[0.0, 1.0, 1e30], [1e38, 0.0, 1e-3]])
+    posterior = Posterior({"weight": torch.full((2, 3), 0.5)}, Diagonal({"weight": entries}))
+    optimizer, other = OPTIMIZERS[name](model.parameters()), OPTIMIZERS[name](free.parameters())
+    with holdfast.hold(optimizer, model, posterior, num_data=1, strength=1e305, proximal=True):
+        for net, each in ((model, optimizer), (free, other)):
+            net(torch.ones(1, 3)).sum().backward()
+            each.step()
+    torch.testing.assert_close(model.weight.detach(), torch.where(entries == 0, free.weight.detach(), 0.5))
