@@ -36,6 +36,8 @@ def test_forgetting_is_from_the_best_and_backward_transfer_from_when_it_was_new(
     improved = Run("m", 0, [[0.5, 0.1, 0.1], [0.9, 0.8, 0.1], [0.7, 0.6, 0.7]])
     assert improved.forgetting == pytest.approx(((0.9 - 0.7) + (0.8 - 0.6)) / 2)
     assert improved.backward == pytest.approx(((0.7 - 0.5) + (0.6 - 0.8)) / 2)
+    guessed = Run("m", 0, [[0.5, 0.95, 0.1], [0.9, 0.8, 0.1], [0.7, 0.6, 0.7]])  # before it was learned: no memory
+    assert guessed.forgetting == improved.forgetting
 
 
 def test_forward_transfer_is_what_is_known_before_its_turn_over_the_untrained_model():

@@ -49,7 +49,7 @@ class Run:
 
     @property
     def forgetting(self) -> float:
-        """How far the earlier tasks fell, on average, from their best to the end (Chaudhry 2018)."""
+        """How far the earlier tasks fell, on average, from their best since they were learned (Chaudhry 2018)."""
         if not self.in_turn:
             return math.nan
         last = len(self.accuracy) - 1
