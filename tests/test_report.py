@@ -132,6 +132,11 @@ def test_what_keeps_old_inputs_is_no_yardstick_for_what_keeps_none():
         assert tables(both)[1].title.startswith("Compared with EWC")
     own = [result("mine", seed, runs[0], job={"keeps_data": True}) for seed in (0, 1)]
     assert tables([*own, *(result("EWC", seed, runs[1]) for seed in (0, 1))])[1].title.startswith("Compared with EWC")
+    # One's own runs on all tasks at once, by what they are called or because they have a single stage.
+    for name, accuracy in (("Joint, mine", runs[0]), ("all at once", [[0.9, 0.9]])):
+        own = [result(name, seed, accuracy) for seed in (0, 1)]
+        both = tables([*own, *(result("EWC", seed, runs[1]) for seed in (0, 1))])
+        assert both[1].title.startswith("Compared with EWC")
 
 
 def test_runs_made_with_something_else_are_told_apart_in_the_leaderboard():
@@ -250,6 +255,13 @@ def test_no_name_breaks_out_of_the_page_the_markdown_or_the_csv(name):
     rows = list(csv_module.DictReader(io.StringIO(csv(results), newline="")))
     assert rows[0]["method"] == (f"'{name}" if name.startswith("=") else name)
     assert [row["seed"] for row in rows] == ["0", "1", "0", "1"]
+
+
+@pytest.mark.parametrize("start", ["=", "+", "-", "@", "\t", "\r"])
+def test_a_name_that_a_spreadsheet_would_compute_is_a_text(start):
+    name = f"{start}cmd|' /C calc'!A0"
+    (row,) = csv_module.DictReader(io.StringIO(csv([result(name, 0, [[0.9, 0.1], [0.8, 0.9]])]), newline=""))
+    assert row["method"] == f"'{name}"
 
 
 def test_the_csv_has_a_line_for_each_run_in_raw_numbers(toy):

@@ -266,6 +266,11 @@ def test_the_mean_of_a_model_in_half_precision_is_kept_in_half_precision():
         assert {value.dtype for value in small.mean.values()} == {dtype}
         holdfast.restore_(model.to(dtype), small)
         assert float(holdfast.penalty(model, small).detach()) == 0
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(torch.linspace(-2, 3, parameter.numel()).view_as(parameter))
+        exact = holdfast.penalty(model.float(), small.to(dtype=torch.float32)).detach()  # δ in all its digits
+        torch.testing.assert_close(holdfast.penalty(model.to(dtype), small).detach(), exact)
 
 
 def test_a_prior_takes_no_memory_and_is_left_as_it_is():
