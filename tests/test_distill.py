@@ -77,6 +77,10 @@ class TestDivergence:
         found = holdfast.categorical.divergence(old, new, temperature=1e3)
         apart = (old - old.mean(-1, keepdim=True)) - (new - new.mean(-1, keepdim=True))
         torch.testing.assert_close(found, apart.square().mean(-1) / 2, rtol=1e-2, atol=1e-6)
+        coins = holdfast.bernoulli.divergence(old, new, temperature=1e3)  # ½ p (1 − p) of each, p = ½
+        torch.testing.assert_close(coins, (old - new).square().sum(-1) / 8, rtol=1e-2, atol=1e-6)
+        softened = holdfast.softened(4.0).divergence(old, new, temperature=2.0)
+        torch.testing.assert_close(softened, holdfast.categorical.divergence(old, new, temperature=8.0))
 
     def test_classes_that_came_later_had_no_probability(self):
         old, new = torch.randn(6, 3, dtype=torch.float64), torch.randn(6, 5, dtype=torch.float64)

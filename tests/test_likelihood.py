@@ -230,6 +230,20 @@ def test_the_unit_is_the_token_and_ignored_ones_do_not_count(shift):
     assert holdfast.categorical.count(3, torch.zeros(3, dtype=torch.long)) == 3
 
 
+@pytest.mark.parametrize("shift", [True, False])
+def test_one_by_one_they_are_the_outputs_that_have_a_label(shift):
+    """Without labels all that could have one: of shifted ones the last says what nobody has written."""
+    output, target = torch.randn(2, 4, 3), torch.tensor([[0, 1, -100, 2], [2, -100, 1, 0]])
+    rows, labels, single = holdfast.tokens(shift=shift).each(output, target)
+    places = [(0, 0), (0, 2), (1, 1), (1, 2)] if shift else [(0, 0), (0, 1), (0, 3), (1, 0), (1, 2), (1, 3)]
+    assert torch.equal(rows, torch.stack([output[at] for at in places]))
+    assert labels.tolist() == ([1, 2, 1, 0] if shift else [0, 1, 2, 2, 1, 0])
+    assert single is holdfast.categorical
+    every, nothing, _ = holdfast.tokens(shift=shift).each(output)
+    assert torch.equal(every, output[:, : 3 if shift else 4].flatten(0, 1))
+    assert nothing is None
+
+
 def test_another_ignore_index_means_the_same():
     output = normal(3, 5, 6)
     other = PADDED.where(PADDED != IGNORED, -1)
