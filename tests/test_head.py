@@ -142,6 +142,9 @@ def test_heads_that_went_on_from_one_head_count_it_once():
     base = head().updated([tasks[0]])
     a, b = base.updated([tasks[1]]), base.updated([tasks[2]])
     assert_same(a.merged(b, base=base), head().updated([together(tasks)]))
+    more = classes(count=4)[3]
+    three = a.merged(b, base.updated([more]), base=base)
+    assert_same(three, head().updated([together([*tasks, more])]))
     with pytest.raises(MismatchError, match=r"share 20 examples.*count twice.*base=that_head"):
         a.merged(b)
     with pytest.raises(MismatchError, match="it is not what they share"):
@@ -276,6 +279,10 @@ def test_only_classes_that_were_seen_are_predicted():
     assert found.predict(x).shape == (40, 6)
     assert set(found.classify(x).tolist()) == {2, 5}
     assert float((found.classify(x) == torch.where(x[:, 0] > 0, 5, 2)).double().mean()) > 0.9
+    apart = linear_head(2, prior=1.0).updated([(torch.eye(2), torch.tensor([2, 5]))])
+    away = torch.tensor([[-10.0, -20.0]])  # less than the 0 of those that never came
+    assert float(apart.predict(away).max()) == 0
+    assert apart.classify(away).tolist() == [2]
 
 
 def test_half_the_memory_gives_half_the_digits():

@@ -342,6 +342,11 @@ def test_the_calibration_error_is_that_of_a_loop(bins):
     assert sum(each.count for each in found.bins) == 200
 
 
+def test_a_confidence_on_an_edge_is_in_the_bin_below_it():
+    found = holdfast.calibration(torch.tensor([[0.5, 0.5], [0.25, 0.75], [1.0, 0.0]]), torch.tensor([0, 1, 0]), bins=4)
+    assert [each.count for each in found.bins] == [0, 1, 1, 1]
+
+
 def test_probabilities_that_are_right_have_little_error():
     """Labels drawn from the probabilities themselves: 20,000 of them, and half as sure as they should be."""
     generator = torch.Generator().manual_seed(0)
