@@ -57,6 +57,16 @@ def test_the_diagonal_is_exact_whatever_the_rank(case, targets, taps):
         assert all(bool((each >= 0).all()) for each in found.entries.values())
 
 
+def test_untapped_scores_may_come_a_few_at_a_time():
+    """Each into the row of its own example, in as little memory as they are given."""
+    case = CASES[0]
+    batches = case.batches((7,))
+    exact = dense(case, batches, "observed").matrix
+    for memory in (2**11, 2**12):
+        found = fisher(case, batches, "observed", 7, taps=False, memory=memory)
+        torch.testing.assert_close(found.dense(), exact, rtol=1e-9, atol=1e-9 * float(exact.abs().max()))
+
+
 @pytest.fixture(scope="module")
 def classifier():
     """Trained, with eigenvalues that fall by two orders of magnitude over 32: a model, its batches, its Fisher."""

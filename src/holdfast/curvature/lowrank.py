@@ -74,7 +74,7 @@ def lowrank_fisher(
             with torch.no_grad(), backward(next(iter(total.values()))):
                 factors = sketch.directions()
                 found = len(next(iter(factors.values())))
-                if sketch.exact and sketch.scores <= rank:
+                if sketch.scores <= rank:
                     total = {name: torch.zeros_like(each) for name, each in total.items()}
                 else:
                     total = {name: each.contiguous() for name, each in total.items()}

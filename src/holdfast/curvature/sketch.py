@@ -33,8 +33,7 @@ class Sketch:
     def __init__(
         self, named: Mapping[str, Tensor], rank: int, rows: int | None, seed: int, limit: Limit, doubts: Doubts
     ) -> None:
-        self.scores = 0  # how many there were
-        self.exact = True  # whether every score is here as it was
+        self.scores = 0  # how many there were; up to the rank, each has a row of its own
         self._named = named
         self._rank = rank
         self._per_batch = rows
@@ -62,7 +61,6 @@ class Sketch:
         starts = [column % groups * runs for column in range(columns)]
         signs = 2.0 * torch.randint(0, 2, (columns, size), generator=self._coins) - 1
         self.scores += columns * size
-        self.exact &= count == columns * size
         if self._filled + count > self._capacity:
             self._cut()
         signs = sent(signs, next(iter(self._rows.values())).device)
@@ -115,10 +113,10 @@ class Sketch:
             return
         if sum(ranks.gathered(self._filled)) > self._capacity and self._filled > self._rank:
             self._cut()
-        said = ranks.gathered((self._filled, self.scores, self.exact))
+        said = ranks.gathered((self._filled, self.scores))
         mine = {name: rows[: self._filled].clone() for name, rows in self._rows.items()}
         self._filled, self._lengths = 0, torch.zeros(0, dtype=torch.float64)
-        for place, (count, _, _) in enumerate(said):
+        for place, (count, _) in enumerate(said):
             if self._filled + count > self._capacity:
                 self._cut()
             for name, rows in self._rows.items():
@@ -127,8 +125,7 @@ class Sketch:
                     theirs.copy_(mine.pop(name))
                 ranks.share_(theirs, place=place)
             self._filled += count
-        self.scores = sum(scores for _, scores, _ in said)
-        self.exact = all(exact for _, _, exact in said)
+        self.scores = sum(scores for _, scores in said)
 
     def directions(self) -> dict[str, Tensor]:
         """The rows that are kept, (rank or fewer, *shape). The sketch ends with it."""
