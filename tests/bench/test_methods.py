@@ -1,5 +1,8 @@
 """Methods: what each holds to, against the same written out by hand."""
 
+import contextlib
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -9,7 +12,7 @@ from holdfast.bench import Held, Split, Task, Trainer, Training, decayed, diagon
 from holdfast.bench.catalog import METHODS, one_of
 from holdfast.bench.discriminant import Discriminant, Gaussian
 from holdfast.bench.heads import ExactHead, Shell
-from holdfast.bench.methods import FineTuning, batched, hessian, lowrank, nearest, uniform
+from holdfast.bench.methods import FineTuning, HeldByPath, batched, evened, hessian, lowrank, nearest, uniform
 from holdfast.bench.networks import Gpt
 from holdfast.bench.projection import Projected, input_moments
 from holdfast.bench.protocols import PROTOCOLS
@@ -116,7 +119,45 @@ class TestHeld:
         assert first.outputs == (0, 1)
 
 
+class TestPath:
+    def test_it_holds_to_the_recorded_path_of_each_task_as_the_public_names_do(self, tasks):
+        method, trainer, other = HeldByPath(strength=3.0), Trainer(QUICK), Trainer(QUICK)
+        torch.manual_seed(0)
+        model = small()
+        twin = copy.deepcopy(model)
+        posterior = holdfast.prior(twin)
+        for task in tasks[:2]:
+            method.learn(model, task, trainer)
+            method.remember(model, task, trainer)
+            held, count = posterior, len(task.train)
+            paths = []
+
+            @contextlib.contextmanager
+            def attached(optimizer, held=held, count=count, paths=paths):
+                with (
+                    holdfast.hold(optimizer, twin, held, num_data=count, strength=3.0),
+                    holdfast.recorded_path(optimizer, twin) as path,
+                ):
+                    paths.append(path)
+                    yield
+
+            other.fit(twin, task, attached)
+            posterior = holdfast.consolidate(posterior, twin, paths[0].precision(num_data=count))
+        assert method.posterior.num_data == sum(len(task.train) for task in tasks[:2])
+        for name, mean in posterior.mean.items():
+            torch.testing.assert_close(method.posterior.mean[name], mean)
+            entries = posterior.precision.diagonal()[name]
+            torch.testing.assert_close(method.posterior.precision.diagonal()[name], entries)
+
+
 class TestCurvatures:
+    def test_evened_has_so_much_more_for_every_weight_and_example(self, tasks):
+        model, trainer = learned(tasks[0])
+        whole = diagonal()(model, tasks[0], trainer)
+        found = evened(diagonal(), share=0.25)(model, tasks[0], trainer).diagonal()
+        for name, entries in whole.entries.items():
+            torch.testing.assert_close(found[name], entries + 0.25 * len(tasks[0].train))
+
     def test_uniform_has_the_trace_of_the_diagonal(self, tasks):
         model, trainer = learned(tasks[0])
         whole, even = diagonal()(model, tasks[0], trainer), uniform()(model, tasks[0], trainer)
@@ -211,6 +252,22 @@ class TestProjection:
         method.learn(model, second, trainer)
         torch.testing.assert_close(model(old.x), before, atol=1e-4, rtol=0)
         assert float((model.weight.detach() - weight).abs().max()) > 0.05
+
+    def test_it_leaves_those_of_every_old_task_and_counts_the_bias_among_the_inputs(self):
+        torch.manual_seed(0)
+        y = torch.randint(0, 2, (40,))
+        places = [torch.tensor([1.0, 1, 0, 0, 0, 0]), torch.tensor([0.0, 0, 1, 1, 0, 0]), torch.ones(6)]
+        parts = [Split(torch.randn(40, 6) * place, y) for place in places]
+        model, method = nn.Linear(6, 2), Projected(strength=1e6)
+        trainer = Trainer(Training(epochs=5, batch_size=10))
+        for part in parts[:2]:
+            method.learn(model, Task("old", part, part), trainer)
+            method.remember(model, Task("old", part, part), trainer)
+        before = [model(part.x).detach() for part in parts]
+        method.learn(model, Task("new", parts[2], parts[2]), trainer)
+        for part, then in zip(parts[:2], before, strict=False):
+            torch.testing.assert_close(model(part.x).detach(), then, atol=1e-4, rtol=0)
+        assert float((model(parts[2].x).detach() - before[2]).abs().max()) > 0.05
 
 
 class TestExactHead:
