@@ -151,6 +151,14 @@ class TestPath:
 
 
 class TestCurvatures:
+    def test_a_temperature_softens_kronecker_factors(self, tasks):
+        model, trainer = learned(tasks[0])
+        found = kronecker(temperature=4.0)(model, tasks[0], trainer)
+        batch = [(tasks[0].train.x, tasks[0].train.y)]
+        want = holdfast.kronecker_fisher(model, batch, holdfast.softened(4.0))
+        for name, entries in want.diagonal().items():
+            torch.testing.assert_close(found.diagonal()[name], entries, rtol=1e-3, atol=1e-5)
+
     def test_evened_has_so_much_more_for_every_weight_and_example(self, tasks):
         model, trainer = learned(tasks[0])
         whole = diagonal()(model, tasks[0], trainer)
