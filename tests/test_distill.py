@@ -3,6 +3,7 @@
 import copy
 import gc
 import io
+import math
 import weakref
 from dataclasses import dataclass
 
@@ -541,6 +542,9 @@ def test_own_text_is_drawn_from_the_model():
     assert set(text.inputs[:, 0].tolist()) <= {0, 3}
     assert text.num_data == pytest.approx(1000)
     assert text.unit == "token"
+    mild = holdfast.own_text(Next(), count=500, length=3, num_data=10, temperature=100 / math.log(6), seed=1)
+    said = (mild.inputs[:, 1:] == (mild.inputs[:, :-1] + 1) % 7).double().mean()  # e^log 6 against six times 1
+    assert abs(float(said) - 0.5) < 5 * 0.5 / 1000**0.5
     with pytest.raises(holdfast.ArgumentError, match="2 tokens or more"):
         holdfast.own_text(Next(), count=5, length=1, num_data=10)
 
@@ -670,6 +674,14 @@ class TestDivergencesAtTheEdge:
     def test_tokens_have_positions(self, shape, shift):
         with pytest.raises(holdfast.DataError, match="positions"):
             holdfast.distillation_loss(torch.randn(shape), torch.randn(shape), holdfast.tokens(shift=shift))
+
+    @pytest.mark.parametrize("shift", [True, False])
+    def test_of_tokens_it_is_the_mean_over_the_positions_that_have_a_next_one(self, shift):
+        old, new = torch.randn(2, 2, 4, 5).requires_grad_().unbind(0)
+        each = holdfast.categorical.divergence(old.flatten(0, 1), new.flatten(0, 1)).view(2, 4)
+        loss = holdfast.distillation_loss(old, new, holdfast.tokens(shift=shift))
+        torch.testing.assert_close(loss, (each[:, :-1] if shift else each).mean())
+        assert torch.autograd.grad(loss, old, allow_unused=True) == (None,)  # a teacher is not taught
 
     def test_nothing_that_counts_costs_nothing(self):
         old, new = torch.randn(2, 2, 3, 5)

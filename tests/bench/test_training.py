@@ -30,6 +30,18 @@ LOSSES = {
 }
 
 
+def test_the_loss_of_several_tasks_at_once_is_over_what_may_answer_and_what_counts():
+    """Smoothed over an example's own outputs; a label that does not count costs nothing, and is not in the mean."""
+    logits, y = torch.randn(4, 5), torch.tensor([3, 4, -100, 0])
+    allowed = torch.tensor([[False] * 3 + [True] * 2] * 3 + [[True] * 3 + [False] * 2])
+    training = Training(epochs=1, loss="tokens")
+    found = training.losses(logits, y, 0.1, allowed)
+    later = F.cross_entropy(logits[:2, 3:], y[:2] - 3, label_smoothing=0.1, reduction="none")
+    first = F.cross_entropy(logits[3:, :3], y[3:], label_smoothing=0.1, reduction="none")
+    torch.testing.assert_close(found, torch.cat([later, torch.zeros(1), first]))
+    torch.testing.assert_close(training.mean(found, y), found.sum() / 3)
+
+
 class TestSteps:
     @pytest.mark.parametrize("loss", list(LOSSES))
     @pytest.mark.parametrize(("kind", "momentum"), [("adam", 0.0), ("sgd", 0.9)])
