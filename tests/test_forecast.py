@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import holdfast
-from holdfast.rise import Paired
+from holdfast.rise import ByProbes, Paired
 
 
 def clouds(turn=0.0, rows=1500):
@@ -336,6 +336,12 @@ class TestAnswers:
         large = holdfast.Answers(torch.randn(5, 4), torch.zeros(5).long(), "categorical", 5)
         with pytest.raises(holdfast.MismatchError, match="head grew"):
             small + large
+
+
+def test_the_bound_is_twice_the_larger_estimate_and_two_deviations_and_never_below_these():
+    assert ByProbes(0.1, 0.3, 1.0, 0.02).safe == pytest.approx(0.64)
+    assert ByProbes(0.3, 0.1, 1.0, 0.02).safe == pytest.approx(0.64)
+    assert ByProbes(-0.3, -0.1, 1.0, 0.02).safe == pytest.approx(0.04)
 
 
 LOCAL = pytest.mark.filterwarnings("ignore:.*told by the quadratic")

@@ -42,6 +42,18 @@ def steps(optimizer, model, x, y, *, count=8, accumulate=1, closure=False):
             optimizer.step()
 
 
+@pytest.mark.parametrize("structure", [holdfast.kronecker_fisher, holdfast.dense_fisher])
+def test_a_closures_loss_has_the_whole_penalty_in_it(structure):
+    """Which a line search goes by."""
+    model, posterior, x, y = start(structure)
+    with torch.no_grad():
+        model[0].weight += 0.1
+    expected = STRENGTH * float(holdfast.penalty(model, posterior).detach()) / N
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with holdfast.hold(optimizer, model, posterior, num_data=N, strength=STRENGTH, proximal=False):
+        assert float(optimizer.step(lambda: backward(optimizer, model, x, y))) == pytest.approx(expected, rel=1e-6)
+
+
 SGD = {"lr": 0.02}
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, **SGD),
