@@ -138,8 +138,8 @@ def collected(
                 cross.addmm_(phi.T, y)
             squares += y.square().sum(0)
             start += len(phi)
-        # Sums over rows, so that the data has one identity however it is cut or shuffled; squares bind an example's
-        # input and target together.
+        # Sums over rows, so that the data has one identity however it is cut or shuffled; those of squares are 64 bits
+        # more of it.
         rows = row_sums([inputs, targets.to(inputs.device)]).cpu()
         sums += torch.stack([rows.sum(), (rows * rows).sum()])
         count += len(inputs)
