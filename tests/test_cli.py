@@ -55,6 +55,17 @@ def test_the_demo_prints_a_table_and_writes_a_page_that_needs_no_network(tmp_pat
     assert figure.read_text(encoding="utf-8").strip() in text
 
 
+def test_ctrl_c_ends_the_demo_in_one_line_and_writes_no_page(tmp_path, monkeypatch):
+    def interrupted(*given, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("holdfast.bench.demonstration.run_all", interrupted)
+    result = runner.invoke(app, ["demo", "--out", str(tmp_path / "page.html")])
+    assert result.exit_code == 130
+    assert result.output.strip() == "Stopped: nothing was written."
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_page_that_cannot_be_written_is_one_line(tmp_path):
     result = runner.invoke(
         app, ["demo", "--tasks", "2", "--seeds", "1", "--epochs", "1", "--out", str(tmp_path / "no" / "page.html")]

@@ -488,3 +488,8 @@ def test_what_an_older_version_had_no_number_for_is_no_difference_and_what_diffe
         [*older, *(result(method, 1, rows, **numbers(lr=0.2, momentum=0.9)) for method in ("EWC", "SI"))]
     )
     assert board.notes == ("The runs of EWC, SI differ in more than the seed: lr, momentum.",)
+    (section,) = sections([*older, *newer])
+    assert section.settings == [("lr", "0.1"), ("momentum", "0")]
+    other = [result("EWC", 1, rows, **numbers(lr=0.2, epochs=None, batch_size=64))]
+    (section,) = sections([*older, *other])
+    assert section.settings == []  # one alone says how large its batches are

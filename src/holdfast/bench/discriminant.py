@@ -53,7 +53,7 @@ class Discriminant:
 class Gaussian:
     """N(mean, FᵀF + diag(rest)) with F of a few rows, by the matrix inversion lemma.
 
-    torch.distributions has it too, with a product of its own for every input: tens of times as long for thousands.
+    torch.distributions has it too, with a product of its own for every input, where one serves them all.
     """
 
     def __init__(self, mean: Tensor, factors: Tensor, rest: Tensor) -> None:

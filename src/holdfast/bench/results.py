@@ -170,18 +170,20 @@ def grouped(results: list[Result]) -> Iterator[tuple[str, list[Result]]]:
 
 def differing(jobs: Sequence[Mapping[str, Any]]) -> list[str]:
     """The names of what differs. What an older version had no number for yet was off, so it is told as off here."""
-    told = [dict(_numbers(job)) for job in jobs]
+    told = [numbers(job) for job in jobs]
     names = sorted({name for each in told for name in each})
     return [name for name in names if any((each.get(name) or None) != (told[0].get(name) or None) for each in told)]
 
 
-def _numbers(job: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
+def numbers(job: Mapping[str, Any]) -> dict[str, Any]:
     """All that decides a run, the numbers of its protocol and its training one by one; words about it do not."""
+    found: dict[str, Any] = {}
     for name, value in job.items():
         if isinstance(value, Mapping):
-            yield from _numbers(value)
+            found |= numbers(value)
         elif name not in (*OWN, "name", "about"):
-            yield name, value
+            found[name] = value
+    return found
 
 
 def _readable(file: Path) -> Iterator[Result]:

@@ -88,7 +88,7 @@ def _tried(model: nn.Module, task: Task, data: Split) -> Tensor:
     x = data.first(1).x
     try:
         return task.logits(model, x)
-    except HoldfastError:
+    except (HoldfastError, torch.OutOfMemoryError):
         raise
     except (RuntimeError, TypeError, ValueError, LookupError) as error:
         what = f"{tuple(x.shape)} of {x.dtype}" if isinstance(x, Tensor) else type(x).__name__

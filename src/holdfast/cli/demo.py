@@ -18,7 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from .. import __version__
-from .console import app, console, escape, need, or_exit, write
+from .console import app, console, escape, interruptible, need, or_exit, write
 
 if TYPE_CHECKING:
     from ..bench.demonstration import Digits
@@ -50,7 +50,8 @@ def demo(
     workers = min(os.cpu_count() or 1, _MOST_WORKERS)
     engine = processes(workers) if workers > 1 else nullcontext()
     columns = (TextColumn("{task.description:<52}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with engine as executor, Progress(*columns, transient=True) as bar:
+    stopped = interruptible("Stopped: nothing was written.")
+    with stopped, engine as executor, Progress(*columns, transient=True) as bar:
         work = bar.add_task("digits", total=experiment.rounds)
 
         def told(made: str) -> None:

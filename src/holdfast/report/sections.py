@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ..bench.catalog import METHODS
 from ..bench.measures import Run
-from ..bench.results import OWN, Result, differing, grouped
+from ..bench.results import Result, differing, grouped, numbers
 
 # What of how a run was made tells entries apart, and what is said of it where it differs.
 _APART = ("version", "device", "data")
@@ -95,8 +95,9 @@ class Section:
     def settings(self) -> list[tuple[str, str]]:
         """What all its jobs have in common: the protocol in its numbers."""
         jobs = [one.job for one in self.results]
-        common = [k for k in jobs[0] if k not in OWN and all(k in job and job[k] == jobs[0][k] for job in jobs)]
-        return [(name.replace("_", " "), said) for name in common if (said := _plain(jobs[0][name]))]
+        apart = differing(jobs)
+        common = {name: value for job in jobs for name, value in numbers(job).items() if name not in apart}
+        return [(name.replace("_", " "), _plain(value)) for name, value in common.items() if value not in (None, "")]
 
 
 def sections(results: Sequence[Result], *, across_versions: bool = False) -> list[Section]:
@@ -121,9 +122,9 @@ def _section(
 ) -> Section:
     # One run for a seed: the newest. Counting a seed twice would make the spread look smaller than it is.
     latest: dict[tuple[str, float | None, str, str], dict[int, Result]] = {}
-    differing = [name for name in apart if len({str(one.made.get(name)) for one in results}) > 1]
+    telling = [name for name in apart if len({str(one.made.get(name)) for one in results}) > 1]
     for one in sorted(results, key=lambda one: one.date):
-        made = ", ".join(str(one.made.get(name, "unknown")) for name in differing)
+        made = ", ".join(str(one.made.get(name, "unknown")) for name in telling)
         latest.setdefault((one.run.method, one.strength, _chosen_on(one), made), {})[one.run.seed] = one
     entries = [Entry(*key, tuple(by_seed[seed] for seed in sorted(by_seed))) for key, by_seed in latest.items()]
     entries.sort(key=lambda entry: (-entry.average, entry.label))

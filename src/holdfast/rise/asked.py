@@ -49,7 +49,7 @@ def asked(
     try:
         then = torch.cat([single.each(before(each))[0].float() for each in inputs])
     except (RuntimeError, IndexError, TypeError, ValueError) as error:
-        if isinstance(error, HoldfastError):
+        if isinstance(error, (HoldfastError, torch.OutOfMemoryError)):
             raise
         raise ArgumentError(
             "the probes do not go through the model as model(inputs): "
