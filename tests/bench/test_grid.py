@@ -80,8 +80,10 @@ def test_what_other_versions_made_is_not_missing_where_all_their_numbers_are_the
     assert missing(JOBS, known) == [second, third, fourth]
     assert missing(JOBS, known, "cuda:0") == [first, third, fourth]
     older = {**first.config, "description": "in other words", "numbers": {**first.config["numbers"]}}
-    del older["numbers"]["scaled"]  # which that version did not have
+    del older["numbers"]["scaled"], older["chosen"]  # which that version did not have
     assert missing([first], [replace(known[0], job=older)]) == []
+    chosen = replace(known[0], job=older, made={**known[0].made, "strength_chosen_on": "validation"})
+    assert missing([first, replace(first, chosen=True)], [chosen]) == [first]
 
 
 def test_a_damaged_result_is_told_and_its_job_run_again(tmp_path, executed):

@@ -127,16 +127,16 @@ def missing(jobs: Sequence[Job], known: Iterable[Result], device: str = "cpu") -
     there: dict[tuple[object, ...], list[Result]] = {}
     for one in known:
         if one.on_gpu == on_gpu:
-            there.setdefault(_which(one.job), []).append(one)
+            there.setdefault(_which(one.job, one.chosen), []).append(one)
 
     def has(job: Job) -> bool:
-        return any(not differing([job.config, one.job]) for one in there.get(_which(job.config), ()))
+        return any(not differing([job.config, one.job]) for one in there.get(_which(job.config, job.chosen), ()))
 
     return [job for job in jobs if not has(job)]
 
 
-def _which(job: Mapping[str, Any]) -> tuple[object, ...]:
-    return tuple(job.get(name) for name in ("protocol", "method", "strength", "seed", "validating", "chosen"))
+def _which(job: Mapping[str, Any], strength_chosen: bool) -> tuple[object, ...]:
+    return (*(job.get(name) for name in ("protocol", "method", "strength", "seed", "validating")), strength_chosen)
 
 
 def others(folder: Path) -> dict[str, int]:

@@ -70,6 +70,11 @@ class Result:
         """Whether it was judged on held-out training data, to choose a strength, and not on the test data."""
         return bool(self.job["validating"])
 
+    @property
+    def chosen(self) -> bool:
+        """Whether its strength was chosen among several. Before jobs said so themselves, what was made of them did."""
+        return bool(self.job.get("chosen") or self.made.get("strength_chosen_on"))
+
 
 def key(job: Mapping[str, Any], version: str) -> str:
     """The name of a job's file: a digest of its configuration and of the code's version."""

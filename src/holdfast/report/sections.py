@@ -177,8 +177,8 @@ def _tasks(result: Result) -> int:
 
 
 def _chosen_on(result: Result) -> str:
-    found = result.made.get("strength_chosen_on") or result.job.get("chosen")
-    return (found if isinstance(found, str) else "validation data") if found else ""
+    found = result.made.get("strength_chosen_on")
+    return found if isinstance(found, str) and found else "validation data" if result.chosen else ""
 
 
 def _plain(value: object) -> str:
