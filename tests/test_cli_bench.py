@@ -369,7 +369,7 @@ def workers(process):
 
 
 def gone(pids):
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60  # a worker that is about to import torch sees it afterwards
     while left := [pid for pid in pids if Path(f"/proc/{pid}").exists()]:
         if time.monotonic() > deadline:
             return left
