@@ -24,9 +24,10 @@ from typing import Any
 
 from holdfast.bench.catalog import JOINT
 from holdfast.bench.measures import spread
+from holdfast.bench.protocols import PROTOCOLS
 from holdfast.bench.published import published
 from holdfast.bench.results import collected, grouped
-from holdfast.report.sections import sections
+from holdfast.report.sections import Section, sections
 from holdfast.report.tables import sweep
 
 RESULTS = Path(__file__).parent / "results"
@@ -133,42 +134,53 @@ def kronecker_pull(name: str) -> list[str]:
 def bench() -> list[str]:
     """A table for each protocol of the bench, the published numbers below the measured ones."""
     lines: list[str] = []
-    # Each folder is a device's: the same protocol on another one is another table.
-    for bundle in sorted((RESULTS / "bench").glob("*.jsonl")):
-        for section in sections(collected(bundle), across_versions=True):
-            newest = max(section.results, key=lambda one: one.date)
-            where = f"{newest.made['device']}, torch {newest.made['torch']}, to {newest.made['date'][:10]}"
+    found = [one for bundle in sorted((RESULTS / "bench").glob("*.jsonl")) for one in collected(bundle)]
+    for section in sorted(sections(found, across=("version", "device")), key=_place):
+        newest = max(section.results, key=lambda one: one.date)
+        lines += [
+            f"**{section.title}**: {newest.job['description'].rstrip('?')}. To {newest.date.date().isoformat()}:",
+            "",
+            "| method | strength | average, % | forgotten, points | each when new, % | on | learning, s "
+            "| remembering, s | kept, MB |",
+            "|---|---|---|---|---|---|---|---|---|",
+        ]
+        for entry in section.entries:
+            runs = entry.runs
+            cells = [_two([getattr(run, each) for run in runs]) for each in ("average", "forgetting", "newest")]
+            devices = sorted({_device(one.made["device"]) for one in entry.results})
+            # Seconds of a CPU and of a GPU make no mean.
+            alike = len(devices) == 1
+            means = [statistics.fmean(sum(getattr(run, each)) for run in runs) for each in SECONDS]
+            kept = "all data" if entry.method == JOINT else f"{runs[0].kept_bytes[-1] / 1e6:.1f}"
+            shown = "" if entry.strength is None else f"{entry.strength:g}"
+            costs = [" and ".join(devices), *(f"{mean:.0f}" if alike else "–" for mean in means), kept]
+            lines.append(f"| {entry.method} | {shown} | {' | '.join([*cells, *costs])} |")
+        for each in published(section.protocol):
+            how = "best on test data" if each.chosen_on_test else ""
+            note = f"; {each.note}" if each.note else ""
+            lines.append(f"| *{each.method}, {each.source}{note}* | {how} | {each.accuracy:.1f} | | | | | | |")
+        lines.append("")
+        strengths = sweep(section)
+        if strengths is not None:
             lines += [
-                f"**{section.title}**: {newest.job['description'].rstrip('?')}. {where}:",
+                f"{strengths.title}. {' '.join(strengths.notes)}",
                 "",
-                "| method | strength | average, % | forgotten, points | each when new, % | learning, s "
-                "| remembering, s | kept, MB |",
-                "|---|---|---|---|---|---|---|---|",
+                f"| {' | '.join(strengths.headings)} |",
             ]
-            for entry in section.entries:
-                runs = entry.runs
-                cells = [_two([getattr(run, each) for run in runs]) for each in ("average", "forgetting", "newest")]
-                means = [statistics.fmean(sum(getattr(run, each)) for run in runs) for each in SECONDS]
-                kept = "all data" if entry.method == JOINT else f"{runs[0].kept_bytes[-1] / 1e6:.1f}"
-                shown = "" if entry.strength is None else f"{entry.strength:g}"
-                costs = [*(f"{mean:.0f}" for mean in means), kept]
-                lines.append(f"| {entry.method} | {shown} | {' | '.join([*cells, *costs])} |")
-            for each in published(section.protocol):
-                how = "best on test data" if each.chosen_on_test else ""
-                note = f"; {each.note}" if each.note else ""
-                lines.append(f"| *{each.method}, {each.source}{note}* | {how} | {each.accuracy:.1f} | | | | | |")
+            lines.append("|---|" + "---|" * (len(strengths.headings) - 1))
+            lines += [f"| {' | '.join(cell.text for cell in row.cells)} |" for row in strengths.rows]
             lines.append("")
-            strengths = sweep(section)
-            if strengths is not None:
-                lines += [
-                    f"{strengths.title}. {' '.join(strengths.notes)}",
-                    "",
-                    f"| {' | '.join(strengths.headings)} |",
-                ]
-                lines.append("|---|" + "---|" * (len(strengths.headings) - 1))
-                lines += [f"| {' | '.join(cell.text for cell in row.cells)} |" for row in strengths.rows]
-                lines.append("")
     return lines[:-1]
+
+
+def _place(section: Section) -> tuple[int, str]:
+    """Where a protocol stands in the list of all, those with changed numbers behind the one they were made of."""
+    name = section.protocol.split(" (")[0]
+    return list(PROTOCOLS).index(name), section.protocol
+
+
+def _device(told: str) -> str:
+    return told.split(",")[0].removeprefix("NVIDIA ")
 
 
 SECONDS = ("learning_seconds", "remembering_seconds")

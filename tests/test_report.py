@@ -456,7 +456,7 @@ def test_where_several_strengths_are_the_best_or_none_is_below_there_is_no_end()
     assert at_an_end({1.0: 0.7, 10.0: 0.7}) == at_an_end({0.0: 0.7, 10.0: 0.5}) == ""
 
 
-def test_runs_of_several_versions_stand_together_where_that_is_asked_for():
+def test_runs_of_several_versions_or_devices_stand_together_where_that_is_asked_for():
     rows = {0: [[0.9, 0.1], [0.8, 0.9]], 1: [[0.9, 0.1], [0.7, 0.9]]}
     results = [
         result("EWC", 0, [[0.9, 0.1], [0.1, 0.1]], made={"version": "1", "date": "2025-01-01"}),
@@ -465,13 +465,33 @@ def test_runs_of_several_versions_stand_together_where_that_is_asked_for():
         result("EWC", 2, rows[1], made={"version": "1", "device": "H200"}),
     ]
     assert len(tables(results)[0].rows) == 3
-    board, *_ = tables(results, across_versions=True)
+    board, *_ = tables(results, across=["version"])
     # A seed counts once, by its newest run; another device's runs stay apart.
     assert [[cell.text for cell in row.cells[:4]] for row in board.rows] == [
         ["EWC", "–", "2", "82.50 ± 3.54"], ["EWC", "–", "1 seed", "80.00"],
     ]  # fmt: skip
     assert any("different versions of the code: 1, 2." in note for note in board.notes)
-    assert bench_page(results, across_versions=True) != bench_page(results)
+    board, *_ = tables(results, across=["version", "device"])
+    assert [[cell.text for cell in row.cells[:4]] for row in board.rows] == [["EWC", "–", "3", "81.67 ± 2.89"]]
+    assert any("different devices: H200, cpu." in note for note in board.notes)
+    assert bench_page(results, across=["version"]) != bench_page(results)
+
+
+def test_seconds_of_several_devices_make_no_mean_and_no_picture_unless_each_row_tells_its_own():
+    rows = [[0.9, 0.1], [0.8, 0.9]]
+    methods = (("EWC", 0, "cpu"), ("EWC", 1, "H200"), ("SI", 0, "cpu"))
+    results = [
+        result(method, seed, rows, made={"device": device}, learning_seconds=[1.0], learning_bytes=[10**6])
+        for method, seed, device in methods
+    ]
+    costs = ("learning, s", "peak in learning, MB")
+    for across, seen in ((["device"], ["–", "1.00"]), ([], ["1.00", "1.00", "1.00"])):
+        board, *_ = tables(results, across=across)
+        for cost in costs:
+            assert [row.cells[board.headings.index(cost)].text for row in board.rows] == seen
+    for across, on in ((["device"], results), ([], results), (["device"], [results[0], results[2]])):
+        pictured = "What it costs against what is known" in bench_page(on, across=across)
+        assert pictured is not (across and on is results)
 
 
 def test_what_an_older_version_had_no_number_for_is_no_difference_and_what_differs_is_told_by_name():

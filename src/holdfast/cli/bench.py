@@ -146,12 +146,16 @@ def report(
     across_versions: Annotated[
         bool, typer.Option("--across-versions", help="Let runs of several versions of the code stand together.")
     ] = False,
+    across_devices: Annotated[
+        bool, typer.Option("--across-devices", help="Let runs on several devices stand together.")
+    ] = False,
 ) -> None:
     """Make one page of a bench's results: leaderboards beside published numbers, curves, costs."""
     need("The report", {"jinja2": "report", "matplotlib": "report"})
     from ..report import report_command
 
-    or_exit(lambda: report_command(results, out, markdown, csv, bundle, across_versions=across_versions))
+    across = [name for name, asked in (("version", across_versions), ("device", across_devices)) if asked]
+    or_exit(lambda: report_command(results, out, markdown, csv, bundle, across=across))
     console.print(f"The page: [bold]{escape(str(out.resolve()))}[/bold]", soft_wrap=True)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from ..bench.results import Result, bundle, collected, write_whole
@@ -28,13 +28,13 @@ def bench_page(
     *,
     title: str = "What is kept, what it costs",
     left_out: Sequence[str] = (),
-    across_versions: bool = False,
+    across: Collection[str] = (),
 ) -> str:
     """One HTML text with everything in it; `left_out` says what else was found and could not be read.
 
-    With `across_versions`, runs of several versions of the code stand together.
+    Runs `across` versions of the code ("version") or devices ("device") stand together.
     """
-    found = sections(results, across_versions=across_versions)
+    found = sections(results, across=across)
     if not found:
         raise DataError(
             f"There are only validation runs here ({len(results)}), made to choose a strength: nothing was judged on "
@@ -54,7 +54,7 @@ def report_command(
     csv: Path | None = None,
     bundled: Path | None = None,
     *,
-    across_versions: bool = False,
+    across: Collection[str] = (),
 ) -> None:
     """Read a folder of results or a bundle, and write the page; if asked for, the tables as Markdown and CSV.
 
@@ -75,9 +75,9 @@ def report_command(
         print(f"left out: {line}", file=sys.stderr)
     if bundled is not None:
         bundle(found, bundled)
-    _write(out, bench_page(found, left_out=left_out, across_versions=across_versions))
+    _write(out, bench_page(found, left_out=left_out, across=across))
     if markdown is not None:
-        _write(markdown, as_markdown(tables(found, across_versions=across_versions)))
+        _write(markdown, as_markdown(tables(found, across=across)))
     if csv is not None:
         _write(csv, as_csv(found))
 

@@ -41,7 +41,9 @@ def front(section: Section, marked: Mapping[str, Mark], name: str) -> str:
 
 
 def timing(section: Section, marked: Mapping[str, Mark], name: str) -> str:
-    """Seconds of learning and remembering against average accuracy; empty where no time was taken."""
+    """Seconds of learning and remembering against average accuracy; empty where no time was taken, or not alike."""
+    if not section.one_clock:
+        return ""
     points = _points(section, lambda run: run.seconds or math.nan, lambda run: 100 * run.average)
     # A bar on a logarithmic axis ends above zero.
     points = [replace(point, x=(point.x[0], min(point.x[1], 0.9 * point.x[0]))) for point in points]

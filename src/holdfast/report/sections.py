@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from ..bench.catalog import METHODS
 from ..bench.measures import Run
@@ -22,7 +22,7 @@ class Entry:
     """One method at one strength: a result for each seed, and what the strength was chosen on, if it was chosen.
 
     Runs of another version of the code or on another device make an entry of their own, which `made_with` tells apart;
-    where several versions were asked to stand together, it is silent of them.
+    of what was asked to stand together it is silent.
     """
 
     method: str
@@ -92,6 +92,12 @@ class Section:
         return [one for entry in self.entries for one in entry.results]
 
     @property
+    def one_clock(self) -> bool:
+        """Whether seconds can be compared: they are of one device, or every label tells its own."""
+        told = all(device in entry.made_with for entry in self.entries for device in _devices(entry.results))
+        return told or len(_devices(self.results)) == 1
+
+    @property
     def settings(self) -> list[tuple[str, str]]:
         """What all its jobs have in common: the protocol in its numbers."""
         jobs = [one.job for one in self.results]
@@ -100,12 +106,12 @@ class Section:
         return [(name.replace("_", " "), _plain(value)) for name, value in common.items() if value not in (None, "")]
 
 
-def sections(results: Sequence[Result], *, across_versions: bool = False) -> list[Section]:
+def sections(results: Sequence[Result], *, across: Collection[str] = ()) -> list[Section]:
     """The results judged on test data, by protocol; one run with different numbers of tasks is several protocols.
 
-    With `across_versions`, an entry may have seeds that different versions of the code made, and a note says which.
+    `across` versions of the code ("version") or devices ("device"), seeds stand in one entry, and a note says of which.
     """
-    apart = [name for name in _APART if not (across_versions and name == "version")]
+    apart = [name for name in _APART if name not in across]
     found = []
     for protocol, group in grouped(list(results)):
         tried = _alike([one for one in results if one.validating and one.protocol == protocol])
@@ -126,7 +132,9 @@ def _section(
     for one in sorted(results, key=lambda one: one.date):
         made = ", ".join(str(one.made.get(name, "unknown")) for name in telling)
         latest.setdefault((one.run.method, one.strength, _chosen_on(one), made), {})[one.run.seed] = one
-    entries = [Entry(*key, tuple(by_seed[seed] for seed in sorted(by_seed))) for key, by_seed in latest.items()]
+    entries = [
+        Entry(*key, _alike_in_cost([by_seed[seed] for seed in sorted(by_seed)])) for key, by_seed in latest.items()
+    ]
     entries.sort(key=lambda entry: (-entry.average, entry.label))
     kept = [one for entry in entries for one in entry.results]
     description = next((str(one.job["description"]) for one in kept if one.job.get("description")), "")
@@ -138,6 +146,21 @@ def _alike(tried: list[Result]) -> list[Result]:
     """The runs on validation data that can be compared: made as the newest was, but for method and strength."""
     in_time = sorted(tried, key=lambda one: one.date)
     return [one for one in in_time if _how(one) == _how(in_time[-1]) and not differing([one.job, in_time[-1].job])]
+
+
+def _alike_in_cost(results: Sequence[Result]) -> tuple[Result, ...]:
+    """The results, less their seconds and peaks where they are of several devices: those make no mean."""
+    if len(_devices(results)) < 2:
+        return tuple(results)
+    free = [
+        replace(one.run, learning_seconds=[], remembering_seconds=[], learning_bytes=[], remembering_bytes=[])
+        for one in results
+    ]
+    return tuple(replace(one, run=run) for one, run in zip(results, free, strict=True))
+
+
+def _devices(results: Iterable[Result]) -> set[str]:
+    return {str(one.made.get("device")) for one in results}
 
 
 def _how(one: Result) -> tuple[object, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from ..bench.measures import Run, at_an_end, best, paired, spread
@@ -93,9 +93,9 @@ MEASURES: tuple[Measure, ...] = (
 )
 
 
-def tables(results: Sequence[Result], *, across_versions: bool = False) -> list[Table]:
+def tables(results: Sequence[Result], *, across: Collection[str] = ()) -> list[Table]:
     """For each protocol the leaderboard, the paired comparisons and the strengths tried, where there are any."""
-    found = sections(results, across_versions=across_versions)
+    found = sections(results, across=across)
     made = [table(section) for section in found for table in (leaderboard, comparisons, sweep)]
     return [table for table in made if table is not None]
 
