@@ -166,7 +166,7 @@ def test_a_seed_counts_once_and_the_newest_run_of_it():
     other = result("EWC", 1, [[0.9, 0.1], [0.8, 0.8]], job={"epochs": 1})
     (board,) = tables([new, old, other])
     assert board.rows[0].cells[3].text == "80.00 ± 0.00"
-    assert any("1 older run" in note for note in board.notes)
+    assert any("1 other run" in note and "left out: the newest" in note for note in board.notes)
     assert "The runs of EWC differ in more than the seed: epochs." in board.notes
 
 
@@ -475,6 +475,21 @@ def test_runs_of_several_versions_or_devices_stand_together_where_that_is_asked_
     assert [[cell.text for cell in row.cells[:4]] for row in board.rows] == [["EWC", "–", "3", "81.67 ± 2.89"]]
     assert any("different devices: H200, cpu." in note for note in board.notes)
     assert bench_page(results, across=["version"]) != bench_page(results)
+
+
+def test_a_seed_of_several_devices_counts_by_the_one_with_most_runs_however_old():
+    right = {"cpu": [[0.9, 0.1], [0.8, 0.9]], "H200": [[0.9, 0.1], [0.4, 0.9]]}
+    made = [("EWC", 0, "cpu"), ("EWC", 1, "cpu"), ("SI", 0, "cpu"), ("EWC", 0, "H200"), ("EWC", 2, "H200")]
+    results = [
+        result(method, seed, right[device], made={"device": device, "date": f"2026-01-0{day}"})
+        for day, (method, seed, device) in enumerate(made, 1)
+    ]
+    board, *_ = tables(results, across=["device"])
+    assert [[cell.text for cell in row.cells[:4]] for row in board.rows] == [
+        ["SI", "–", "1 seed", "85.00"], ["EWC", "–", "3", "78.33 ± 11.55"],
+    ]  # fmt: skip
+    assert any("1 other run" in note and "the one on cpu, which made most of them all" in note for note in board.notes)
+    assert len(tables(results)[0].rows) == 3
 
 
 def test_seconds_of_several_devices_make_no_mean_and_no_picture_unless_each_row_tells_its_own():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -109,7 +110,8 @@ class Section:
 def sections(results: Sequence[Result], *, across: Collection[str] = ()) -> list[Section]:
     """The results judged on test data, by protocol; one run with different numbers of tasks is several protocols.
 
-    `across` versions of the code ("version") or devices ("device"), seeds stand in one entry, and a note says of which.
+    `across` versions of the code ("version") or devices ("device"), seeds stand in one entry, and a note says of which;
+    a seed that several devices have counts by the device that made most of the protocol's runs.
     """
     apart = [name for name in _APART if name not in across]
     found = []
@@ -129,7 +131,9 @@ def _section(
     # One run for a seed: the newest. Counting a seed twice would make the spread look smaller than it is.
     latest: dict[tuple[str, float | None, str, str], dict[int, Result]] = {}
     telling = [name for name in apart if len({str(one.made.get(name)) for one in results}) > 1]
-    for one in sorted(results, key=lambda one: one.date):
+    # Where devices stand together, the one with most runs goes first: costs compare on one device alone.
+    most = None if "device" in apart else Counter(str(one.made.get("device")) for one in results).most_common(1)[0][0]
+    for one in sorted(results, key=lambda one: (str(one.made.get("device")) == most, one.date)):
         made = ", ".join(str(one.made.get(name, "unknown")) for name in telling)
         latest.setdefault((one.run.method, one.strength, _chosen_on(one), made), {})[one.run.seed] = one
     entries = [
@@ -138,7 +142,7 @@ def _section(
     entries.sort(key=lambda entry: (-entry.average, entry.label))
     kept = [one for entry in entries for one in entry.results]
     description = next((str(one.job["description"]) for one in kept if one.job.get("description")), "")
-    notes = _notes(entries, kept, len(results) - len(kept))
+    notes = _notes(entries, kept, len(results) - len(kept), most if len(_devices(results)) > 1 else None)
     return Section(protocol, title, tasks, description, tuple(entries), tuple(notes), tuple(tried))
 
 
@@ -167,7 +171,7 @@ def _how(one: Result) -> tuple[object, ...]:
     return _tasks(one), one.run.seed, *(one.made.get(name) for name in _APART)
 
 
-def _notes(entries: Sequence[Entry], kept: Sequence[Result], older: int) -> list[str]:
+def _notes(entries: Sequence[Entry], kept: Sequence[Result], others: int, device: str | None) -> list[str]:
     notes = []
     for what, name in _MADE.items():
         values = sorted({str(one.made.get(name) or "unknown") for one in kept})
@@ -184,9 +188,10 @@ def _notes(entries: Sequence[Entry], kept: Sequence[Result], older: int) -> list
     for names, labels in mixed.items():
         if names:
             notes.append(f"The runs of {', '.join(labels)} differ in more than the seed: {names}.")
-    if older:
-        runs = "1 older run" if older == 1 else f"{older} older runs"
-        notes.append(f"{runs} of the same method, strength and seed left out: the newest counts.")
+    if others:
+        runs = "1 other run" if others == 1 else f"{others} other runs"
+        first = f"the one on {device}, which made most of them all, or else " if device else ""
+        notes.append(f"{runs} of the same method, strength and seed left out: {first}the newest counts.")
     return notes
 
 
