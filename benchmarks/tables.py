@@ -24,10 +24,9 @@ from typing import Any
 
 from holdfast.bench.catalog import JOINT
 from holdfast.bench.measures import spread
-from holdfast.bench.protocols import PROTOCOLS
 from holdfast.bench.published import published
 from holdfast.bench.results import collected, grouped
-from holdfast.report.sections import Section, sections
+from holdfast.report.sections import sections
 from holdfast.report.tables import sweep
 
 RESULTS = Path(__file__).parent / "results"
@@ -135,7 +134,7 @@ def bench() -> list[str]:
     """A table for each protocol of the bench, the published numbers below the measured ones."""
     lines: list[str] = []
     found = [one for bundle in sorted((RESULTS / "bench").glob("*.jsonl")) for one in collected(bundle)]
-    for section in sorted(sections(found, across=("version", "device")), key=_place):
+    for section in sections(found, across=("version", "device")):
         newest = max(section.results, key=lambda one: one.date)
         lines += [
             f"**{section.title}**: {newest.job['description'].rstrip('?')}. To {newest.date.date().isoformat()}:",
@@ -171,12 +170,6 @@ def bench() -> list[str]:
             lines += [f"| {' | '.join(cell.text for cell in row.cells)} |" for row in strengths.rows]
             lines.append("")
     return lines[:-1]
-
-
-def _place(section: Section) -> tuple[int, str]:
-    """Where a protocol stands in the list of all, those with changed numbers behind the one they were made of."""
-    name = section.protocol.split(" (")[0]
-    return list(PROTOCOLS).index(name), section.protocol
 
 
 def _device(told: str) -> str:

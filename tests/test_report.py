@@ -6,6 +6,7 @@ import math
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
@@ -488,11 +489,34 @@ def test_a_seed_of_several_devices_counts_by_the_one_with_most_runs_however_old(
     assert [[cell.text for cell in row.cells[:4]] for row in board.rows] == [
         ["SI", "–", "1 seed", "85.00"], ["EWC", "–", "3", "78.33 ± 11.55"],
     ]  # fmt: skip
-    assert any("1 other run" in note and "the one on cpu, which made most of them all" in note for note in board.notes)
+    assert any("1 other run" in note and "those on cpu go first" in note for note in board.notes)
+    assert [row.cells[-1].text for row in board.rows] == ["measured, cpu", "measured, H200 and cpu"]
     assert len(tables(results)[0].rows) == 3
 
 
-def test_seconds_of_several_devices_make_no_mean_and_no_picture_unless_each_row_tells_its_own():
+def test_a_run_made_again_is_one_run_of_its_device_and_of_devices_with_as_many_the_one_used_last_counts():
+    def made(seed, device, day, version="1"):
+        right = {"cpu": [[0.9, 0.1], [0.8, 0.9]], "H200": [[0.9, 0.1], [0.4, 0.9]]}[device]
+        how = {"device": device, "version": version, "date": f"2026-01-{day:02}"}
+        return result("EWC", seed, right, made=how)
+
+    def average(results):
+        boards = [tables(each, across=["device", "version"])[0] for each in (results, results[::-1])]
+        return [board.rows[0].cells[3].text for board in boards]
+
+    again = [made(0, "cpu", day, str(day)) for day in range(1, 6)]
+    assert average([*again, made(0, "H200", 8), made(1, "H200", 9)]) == ["65.00 ± 0.00"] * 2
+    assert average([made(0, "cpu", 1), made(0, "H200", 2)]) == ["65.00"] * 2
+    assert average([made(0, "cpu", 2), made(0, "H200", 1)]) == ["85.00"] * 2
+
+
+def test_protocols_come_in_the_benchs_order_and_those_of_others_last_as_they_are_found():
+    names = ["theirs", "hsu-class", "vcl (tasks 20)", "own", "vandeven", "vcl", "digits"]
+    found = [section.title for section in sections([result("EWC", 0, [[0.9]], protocol=name) for name in names])]
+    assert found == ["digits", "vcl", "vcl (tasks 20)", "vandeven", "hsu-class", "theirs", "own"]
+
+
+def test_seconds_of_several_devices_make_no_mean_and_the_picture_is_of_one_unless_each_row_tells_its_own():
     rows = [[0.9, 0.1], [0.8, 0.9]]
     methods = (("EWC", 0, "cpu"), ("EWC", 1, "H200"), ("SI", 0, "cpu"))
     results = [
@@ -504,9 +528,17 @@ def test_seconds_of_several_devices_make_no_mean_and_no_picture_unless_each_row_
         board, *_ = tables(results, across=across)
         for cost in costs:
             assert [row.cells[board.headings.index(cost)].text for row in board.rows] == seen
-    for across, on in ((["device"], results), ([], results), (["device"], [results[0], results[2]])):
-        pictured = "What it costs against what is known" in bench_page(on, across=across)
-        assert pictured is not (across and on is results)
+    for across, on, timed in (
+        (["device"], results, ["SI"]), ([], results, ["EWC", "EWC", "SI"]),
+        (["device"], [results[0], results[2]], ["EWC", "SI"]),
+    ):  # fmt: skip
+        (section,) = sections(on, across=across)
+        assert [entry.method for entry in section.timed] == timed
+        page = bench_page(on, across=across)
+        assert "What it costs against what is known" in page
+        assert ("On cpu alone." in page) is (timed == ["SI"])
+    apart = [replace(one, made={**one.made, "device": one.run.method}) for one in results[1:]]
+    assert [row.cells[-1].text for row in tables(apart, across=["device"])[0].rows] == ["measured, EWC", "measured, SI"]
 
 
 def test_what_an_older_version_had_no_number_for_is_no_difference_and_what_differs_is_told_by_name():

@@ -90,6 +90,7 @@ def _require_apart(target: Path, results: Path, bundling: bool) -> None:
 
 
 def _part(section: Section, marked: Mapping[str, Mark], name: str) -> dict[str, object]:
+    alone = f" On {section.device} alone." if len(section.timed) < len(section.entries) else ""
     figures = [
         (
             curves(section, marked, f"{name}-curves"),
@@ -105,7 +106,7 @@ def _part(section: Section, marked: Mapping[str, Mark], name: str) -> dict[str, 
         (
             timing(section, marked, f"{name}-timing"),
             "What it costs against what is known",
-            "All seconds of learning and remembering, on a logarithmic axis. Bars are one standard deviation.",
+            f"All seconds of learning and remembering, on a logarithmic axis. Bars are one standard deviation.{alone}",
         ),
     ]
     return {

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..bench.measures import Run, spread
 from .canvas import Mark, beside, legend, picture, plain, short, size, stretched
-from .sections import Section
+from .sections import Entry, Section
 
 # Where a label may stand, in points from its mark: near before far, at the right before elsewhere.
 _WAYS = ((1, 0), (-1, 0), (0, 1), (0, -1), (1, 1), (1, -1), (-1, 1), (-1, -1))
@@ -35,25 +35,23 @@ class _Point:
 
 def front(section: Section, marked: Mapping[str, Mark], name: str) -> str:
     """Forgetting against plasticity, up and to the left the better; empty where nothing was learned in turn."""
-    points = _points(section, lambda run: 100 * run.forgetting, lambda run: 100 * run.newest)
+    points = _points(section.entries, lambda run: 100 * run.forgetting, lambda run: 100 * run.newest)
     about = f"{section.title}: points of accuracy forgotten against accuracy on each task when new, by method"
     return _scatter(points, marked, about, name, "forgotten, points", "each task when new, %", log=False)
 
 
 def timing(section: Section, marked: Mapping[str, Mark], name: str) -> str:
-    """Seconds of learning and remembering against average accuracy; empty where no time was taken, or not alike."""
-    if not section.one_clock:
-        return ""
-    points = _points(section, lambda run: run.seconds or math.nan, lambda run: 100 * run.average)
+    """Seconds of learning and remembering against average accuracy, on one device; empty where no time was taken."""
+    points = _points(section.timed, lambda run: run.seconds or math.nan, lambda run: 100 * run.average)
     # A bar on a logarithmic axis ends above zero.
     points = [replace(point, x=(point.x[0], min(point.x[1], 0.9 * point.x[0]))) for point in points]
     about = f"{section.title}: seconds spent against average accuracy after the last task, by method"
     return _scatter(points, marked, about, name, "learning and remembering, s", "average accuracy, %", log=True)
 
 
-def _points(section: Section, x: Callable[[Run], float], y: Callable[[Run], float]) -> list[_Point]:
+def _points(entries: Sequence[Entry], x: Callable[[Run], float], y: Callable[[Run], float]) -> list[_Point]:
     found = []
-    for entry in section.entries:
+    for entry in entries:
         across, up = [x(run) for run in entry.runs], [y(run) for run in entry.runs]
         if all(map(math.isfinite, across + up)):
             found.append(_Point(entry.label, entry.name, spread(across), spread(up)))

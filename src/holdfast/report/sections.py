@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import statistics
-from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..bench.catalog import METHODS
 from ..bench.measures import Run
+from ..bench.protocols import PROTOCOLS
 from ..bench.results import Result, differing, grouped, numbers
 
 # What of how a run was made tells entries apart, and what is said of it where it differs.
@@ -62,6 +62,11 @@ class Entry:
         return statistics.fmean(run.average for run in self.runs)
 
     @property
+    def devices(self) -> list[str]:
+        """What its runs were made on."""
+        return sorted({_device(one) for one in self.results})
+
+    @property
     def in_turn(self) -> bool:
         return all(run.in_turn for run in self.runs)
 
@@ -77,7 +82,8 @@ class Entry:
 class Section:
     """A protocol with its entries, the best first, and what a reader should know before comparing them.
 
-    `tried` are the runs on validation data by which strengths were chosen.
+    `tried` are the runs on validation data by which strengths were chosen, `device` the one whose runs go first where
+    those of several stand together.
     """
 
     protocol: str
@@ -87,16 +93,16 @@ class Section:
     entries: tuple[Entry, ...]
     notes: tuple[str, ...]
     tried: tuple[Result, ...] = ()
+    device: str = ""
 
     @property
     def results(self) -> list[Result]:
         return [one for entry in self.entries for one in entry.results]
 
     @property
-    def one_clock(self) -> bool:
-        """Whether seconds can be compared: they are of one device, or every label tells its own."""
-        told = all(device in entry.made_with for entry in self.entries for device in _devices(entry.results))
-        return told or len(_devices(self.results)) == 1
+    def timed(self) -> list[Entry]:
+        """The entries whose seconds can be compared: those of one device, or all, if every label tells its own."""
+        return [entry for entry in self.entries if not self.device or entry.devices == [self.device]]
 
     @property
     def settings(self) -> list[tuple[str, str]]:
@@ -111,11 +117,12 @@ def sections(results: Sequence[Result], *, across: Collection[str] = ()) -> list
     """The results judged on test data, by protocol; one run with different numbers of tasks is several protocols.
 
     `across` versions of the code ("version") or devices ("device"), seeds stand in one entry, and a note says of which;
-    a seed that several devices have counts by the device that made most of the protocol's runs.
+    a seed that several devices have counts by the device that made most of the protocol's runs. The protocols come in
+    the bench's own order, those of others after them as they are found.
     """
     apart = [name for name in _APART if name not in across]
     found = []
-    for protocol, group in grouped(list(results)):
+    for protocol, group in sorted(grouped(list(results)), key=lambda each: _place(each[0])):
         tried = _alike([one for one in results if one.validating and one.protocol == protocol])
         sizes = sorted({_tasks(one) for one in group})
         for size in sizes:
@@ -131,9 +138,9 @@ def _section(
     # One run for a seed: the newest. Counting a seed twice would make the spread look smaller than it is.
     latest: dict[tuple[str, float | None, str, str], dict[int, Result]] = {}
     telling = [name for name in apart if len({str(one.made.get(name)) for one in results}) > 1]
-    # Where devices stand together, the one with most runs goes first: costs compare on one device alone.
-    most = None if "device" in apart else Counter(str(one.made.get("device")) for one in results).most_common(1)[0][0]
-    for one in sorted(results, key=lambda one: (str(one.made.get("device")) == most, one.date)):
+    # Where devices stand together, one of them goes first: costs compare on one device alone.
+    first = "" if "device" in apart else _most_used(results)
+    for one in sorted(results, key=lambda one: (_device(one) == first, one.date)):
         made = ", ".join(str(one.made.get(name, "unknown")) for name in telling)
         latest.setdefault((one.run.method, one.strength, _chosen_on(one), made), {})[one.run.seed] = one
     entries = [
@@ -142,8 +149,24 @@ def _section(
     entries.sort(key=lambda entry: (-entry.average, entry.label))
     kept = [one for entry in entries for one in entry.results]
     description = next((str(one.job["description"]) for one in kept if one.job.get("description")), "")
-    notes = _notes(entries, kept, len(results) - len(kept), most if len(_devices(results)) > 1 else None)
-    return Section(protocol, title, tasks, description, tuple(entries), tuple(notes), tuple(tried))
+    notes = _notes(entries, kept, len(results) - len(kept), first if len(_devices(results)) > 1 else "")
+    return Section(protocol, title, tasks, description, tuple(entries), tuple(notes), tuple(tried), first)
+
+
+def _place(protocol: str) -> tuple[int, str]:
+    """Where a protocol stands in the bench's list, those with changed numbers behind the one they were made of."""
+    known = list(PROTOCOLS)
+    name = protocol.split(" (")[0]
+    return (known.index(name), protocol) if name in known else (len(known), "")
+
+
+def _most_used(results: Sequence[Result]) -> str:
+    """The device that made most runs, a seed counted once however often it was run; of equals the one used last."""
+    runs: dict[str, set[tuple[object, ...]]] = {}
+    for one in results:
+        runs.setdefault(_device(one), set()).add((one.run.method, one.strength, _chosen_on(one), one.run.seed))
+    latest = {_device(one): one.date for one in sorted(results, key=lambda one: one.date)}
+    return max(sorted(runs), key=lambda device: (len(runs[device]), latest[device]))
 
 
 def _alike(tried: list[Result]) -> list[Result]:
@@ -164,14 +187,18 @@ def _alike_in_cost(results: Sequence[Result]) -> tuple[Result, ...]:
 
 
 def _devices(results: Iterable[Result]) -> set[str]:
-    return {str(one.made.get("device")) for one in results}
+    return {_device(one) for one in results}
+
+
+def _device(one: Result) -> str:
+    return str(one.made.get("device") or "unknown")
 
 
 def _how(one: Result) -> tuple[object, ...]:
     return _tasks(one), one.run.seed, *(one.made.get(name) for name in _APART)
 
 
-def _notes(entries: Sequence[Entry], kept: Sequence[Result], others: int, device: str | None) -> list[str]:
+def _notes(entries: Sequence[Entry], kept: Sequence[Result], others: int, device: str) -> list[str]:
     notes = []
     for what, name in _MADE.items():
         values = sorted({str(one.made.get(name) or "unknown") for one in kept})
@@ -190,7 +217,7 @@ def _notes(entries: Sequence[Entry], kept: Sequence[Result], others: int, device
             notes.append(f"The runs of {', '.join(labels)} differ in more than the seed: {names}.")
     if others:
         runs = "1 other run" if others == 1 else f"{others} other runs"
-        first = f"the one on {device}, which made most of them all, or else " if device else ""
+        first = f"those on {device} go first, and of several " if device else ""
         notes.append(f"{runs} of the same method, strength and seed left out: {first}the newest counts.")
     return notes
 

@@ -102,7 +102,9 @@ def tables(results: Sequence[Result], *, across: Collection[str] = ()) -> list[T
 
 def leaderboard(section: Section) -> Table:
     """Every method by its average accuracy, ours and the published ones, the best first."""
-    rows = [*(_measured(entry) for entry in section.entries), *map(_published, published(section.protocol))]
+    # Labels do not tell devices that stand together, and seconds compare on one alone.
+    together = bool(section.device) and any(entry.devices != [section.device] for entry in section.entries)
+    rows = [*(_measured(entry, together) for entry in section.entries), *map(_published, published(section.protocol))]
     average = 3
     rows.sort(key=lambda row: -float(row.cells[average].sort))
     return Table(
@@ -186,12 +188,12 @@ def shown(number: float, digits: int) -> str:
     return f"{number:z,.{digits}f}".replace("-", "−")
 
 
-def _measured(entry: Entry) -> Row:
+def _measured(entry: Entry, together: bool) -> Row:
     count = len(entry.seeds)
     chosen = f", chosen on {entry.chosen_on}" if entry.chosen_on else ""
     strength = Cell(DASH, math.nan) if entry.strength is None else Cell(f"{entry.strength:g}{chosen}", entry.strength)
     numbers = [measure.cell(entry.runs) for measure in MEASURES]
-    source = f"measured, {entry.made_with}" if entry.made_with else "measured"
+    source = ", ".join(filter(None, ["measured", entry.made_with, " and ".join(entry.devices) if together else ""]))
     return Row((_word(entry.method), strength, _count(count), *numbers, _word(source)))
 
 
