@@ -2,6 +2,7 @@
 
 import csv as csv_module
 import io
+import itertools
 import math
 import re
 import shutil
@@ -16,6 +17,7 @@ from holdfast.bench.results import Result, write
 from holdfast.errors import ArgumentError, DataError
 from holdfast.report import bench_page, csv, markdown, report_command, tables
 from holdfast.report.canvas import short
+from holdfast.report.fronts import _forgotten
 from holdfast.report.sections import sections
 from holdfast.report.tables import Cell
 
@@ -560,3 +562,16 @@ def test_what_an_older_version_had_no_number_for_is_no_difference_and_what_diffe
     other = [result("EWC", 1, rows, **numbers(lr=0.2, epochs=None, batch_size=64))]
     (section,) = sections([*older, *other])
     assert section.settings == []  # one alone says how large its batches are
+
+
+def test_the_numbers_of_a_stretched_axis_have_room_side_by_side():
+    from matplotlib.figure import Figure
+
+    usual = [0.3, 0.3, 2, 2, 5, 5, 7, 10, 17, 19, 20, 23, 25, 27, 60]
+    for values in (usual, [each / 10 for each in usual], [0.1, 0.1, 60.0]):
+        axis = Figure(figsize=(6.1, 4)).subplots()
+        axis.set_xlim(-0.12 * max(values), 1.12 * max(values))
+        _forgotten(axis, values)
+        places = sorted(axis.transData.transform([(tick, 0) for tick in axis.get_xticks()])[:, 0])
+        assert 0 in axis.get_xticks()
+        assert min(right - left for left, right in itertools.pairwise(places)) > 0.2 * axis.figure.dpi

@@ -15,6 +15,7 @@ from .sections import Entry, Section
 # Where a label may stand, in points from its mark: near before far, at the right before elsewhere.
 _WAYS = ((1, 0), (-1, 0), (0, 1), (0, -1), (1, 1), (1, -1), (-1, 1), (-1, -1))
 _PLACES = [(x * far, y * far) for far in (6, 12, 20, 30) for x, y in _WAYS]
+_FORGOTTEN = (-20, -10, -5, -2, -1, 0, 1, 2, 5, 10, 20, 40, 80)  # points that an axis may be marked with
 _LED = 12  # points beyond which a thin line leads from the label to its mark
 _LEADER = {"arrowstyle": "-", "color": "#8a939b", "linewidth": 0.6, "shrinkA": 0, "shrinkB": 4}
 
@@ -89,7 +90,13 @@ def _forgotten(axis: Any, values: Sequence[float]) -> None:
     low, high = axis.get_xlim()
     axis.set_xscale("asinh", linear_width=usual)
     axis.set_xlim(low, high * 1.3)
-    axis.set_xticks([tick for tick in (-20, -10, -5, -2, -1, 0, 1, 2, 5, 10, 20, 40, 80) if low <= tick <= high])
+    place = {tick: math.asinh(tick / usual) for tick in _FORGOTTEN if low <= tick <= high}
+    least = (math.asinh(high / usual) - math.asinh(low / usual)) / 20  # two numbers side by side
+    ticks: list[int] = []
+    for tick in sorted(place, key=abs):
+        if all(abs(place[tick] - place[other]) > least for other in ticks):
+            ticks.append(tick)
+    axis.set_xticks(ticks)
     axis.xaxis.set_major_formatter(lambda value, _: f"{value:g}".replace("-", "−"))
     axis.minorticks_off()
 
