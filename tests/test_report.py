@@ -163,6 +163,21 @@ def test_what_a_reader_must_know_is_said_under_the_table(toy):
     assert "Not every method has run on the same seeds" in said
 
 
+def test_what_is_learned_all_at_once_is_told_to_keep_all_data_and_never_sorts_as_the_cheapest():
+    runs = [
+        result("joint", 0, [[0.9, 0.9]], kept_bytes=[0]),
+        result("fine-tuning", 0, [[0.9, 0.1], [0.3, 0.9]], kept_bytes=[0, 0]),
+        result("one", 0, [[0.9]], kept_bytes=[0], protocol="of one task"),
+    ]
+    board, *_, alone = tables(runs)
+    column = board.headings.index("kept, MB")
+    assert [(row.cells[column].text, row.cells[column].key) for row in board.rows] == [
+        ("all data", "Infinity"), ("0", "0.0"),
+    ]  # fmt: skip
+    assert board.numeric(column)
+    assert alone.rows[0].cells[column].text == "0"
+
+
 def test_a_seed_counts_once_and_the_newest_run_of_it():
     old = result("EWC", 0, [[0.5, 0.1], [0.5, 0.5]], made={"date": "2025-01-01"})
     new = result("EWC", 0, [[0.9, 0.1], [0.8, 0.8]], job={"epochs": 2})

@@ -92,6 +92,8 @@ MEASURES: tuple[Measure, ...] = (
     Measure("peak in remembering, MB", "remembering_bytes", lambda run: _most(run.remembering_bytes), 1e-6),
 )
 
+_KEPT = [measure.name for measure in MEASURES].index("kept_bytes")
+
 
 def tables(results: Sequence[Result], *, across: Collection[str] = ()) -> list[Table]:
     """For each protocol the leaderboard, the paired comparisons and the strengths tried, where there are any."""
@@ -193,6 +195,8 @@ def _measured(entry: Entry, together: bool) -> Row:
     chosen = f", chosen on {entry.chosen_on}" if entry.chosen_on else ""
     strength = Cell(DASH, math.nan) if entry.strength is None else Cell(f"{entry.strength:g}{chosen}", entry.strength)
     numbers = [measure.cell(entry.runs) for measure in MEASURES]
+    if any(len(run.accuracy) < len(run.accuracy[-1]) for run in entry.runs):  # all at once: it carries nothing on
+        numbers[_KEPT] = Cell("all data", math.inf)
     source = ", ".join(filter(None, ["measured", entry.made_with, " and ".join(entry.devices) if together else ""]))
     return Row((_word(entry.method), strength, _count(count), *numbers, _word(source)))
 
