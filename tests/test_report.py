@@ -369,6 +369,13 @@ def test_the_command_writes_all_three_files_and_says_what_it_left_out(toy, tmp_p
         assert len(list(csv_module.DictReader(file))) == len(toy)
 
 
+def test_where_nothing_can_be_read_it_is_said_why(tmp_path, capsys):
+    (tmp_path / "older.json").write_text('{"format": 0}', encoding="utf-8")
+    with pytest.raises(DataError, match="has no results that can be read"):
+        report_command(tmp_path, tmp_path / "page.html")
+    assert f"left out: {tmp_path / 'older.json'} has format 0" in capsys.readouterr().err
+
+
 def test_what_is_wrong_is_one_line(toy, tmp_path):
     page = tmp_path / "page.html"
     with pytest.raises(ArgumentError, match="not a folder of results"):

@@ -162,7 +162,8 @@ def collected(source: Path) -> list[Result]:
         for result in _readable(file):
             found.setdefault(_canonical(_plain(result)), result)
     if not found:
-        raise DataError(f"{source} has no results. Make some: holdfast bench --out {source}.")
+        which = "no results that can be read" if files else "no results"
+        raise DataError(f"{source} has {which}. Make some: holdfast bench --out {source}.")
     return list(found.values())
 
 

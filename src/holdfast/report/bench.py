@@ -67,12 +67,7 @@ def report_command(
         _require_apart(path, results, bundling=path is bundled)
         if not path.resolve().parent.is_dir():
             raise ArgumentError(f"{path} could not be written: its folder does not exist.")
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        found = collected(results)
-    left_out = [str(warning.message).removeprefix("left out: ") for warning in caught]
-    for line in left_out:
-        print(f"left out: {line}", file=sys.stderr)
+    found, left_out = _read(results)
     if bundled is not None:
         bundle(found, bundled)
     _write(out, bench_page(found, left_out=left_out, across=across))
@@ -80,6 +75,19 @@ def report_command(
         _write(markdown, as_markdown(tables(found, across=across)))
     if csv is not None:
         _write(csv, as_csv(found))
+
+
+def _read(results: Path) -> tuple[list[Result], list[str]]:
+    """The results, and what else is there and is left out: told here, for where there is nothing else."""
+    left_out: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            return collected(results), left_out
+        finally:
+            left_out += [str(warning.message).removeprefix("left out: ") for warning in caught]
+            for line in left_out:
+                print(f"left out: {line}", file=sys.stderr)
 
 
 def _require_apart(target: Path, results: Path, bundling: bool) -> None:
