@@ -212,6 +212,13 @@ def test_strengths_tried_on_validation_data_are_shown_beside_what_was_chosen(toy
     assert table.headings == ("method", "1", "10")
     assert "2 tasks, seed 100" in table.notes[0]
     assert table.notes[1:] == ("EWC did best at the largest strength that was tried: beyond it may be better ones.",)
+    # Where versions stand together, so do the strengths that they tried, the newest of each.
+    *_, table = tables([*toy, *tried, result(
+        "MAS", 100, [[0.9], [0.3, 0.5]], strength=10.0, validating=True, made={"date": "2025-01-01", "version": "0.9"},
+    )], across=["version"])  # fmt: skip
+    assert [[cell.text for cell in row.cells] for row in table.rows] == [
+        ["EWC", "70.00", "80.00"], ["MAS", "–", "40.00"], ["SI", "–", "60.00"],
+    ]  # fmt: skip
     better = result("EWC", 100, [[0.9], [0.9, 0.9]], strength=1.0, validating=True, made={"date": "2026-01-03"})
     noted = tables([*toy, *tried, better])[-1].notes
     assert noted[1:] == (

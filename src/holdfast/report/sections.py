@@ -123,7 +123,7 @@ def sections(results: Sequence[Result], *, across: Collection[str] = ()) -> list
     apart = [name for name in _APART if name not in across]
     found = []
     for protocol, group in sorted(grouped(list(results)), key=lambda each: _place(each[0])):
-        tried = _alike([one for one in results if one.validating and one.protocol == protocol])
+        tried = _alike([one for one in results if one.validating and one.protocol == protocol], apart)
         sizes = sorted({_tasks(one) for one in group})
         for size in sizes:
             title = protocol if len(sizes) == 1 else f"{protocol}, {size} tasks"
@@ -169,10 +169,15 @@ def _most_used(results: Sequence[Result]) -> str:
     return max(sorted(runs), key=lambda device: (len(runs[device]), latest[device]))
 
 
-def _alike(tried: list[Result]) -> list[Result]:
+def _alike(tried: list[Result], apart: Sequence[str]) -> list[Result]:
     """The runs on validation data that can be compared: made as the newest was, but for method and strength."""
     in_time = sorted(tried, key=lambda one: one.date)
-    return [one for one in in_time if _how(one) == _how(in_time[-1]) and not differing([one.job, in_time[-1].job])]
+    how = [(_tasks(one), one.run.seed, *(one.made.get(name) for name in apart)) for one in in_time]
+    return [
+        one
+        for one, mine in zip(in_time, how, strict=True)
+        if mine == how[-1] and not differing([one.job, in_time[-1].job])
+    ]
 
 
 def _alike_in_cost(results: Sequence[Result]) -> tuple[Result, ...]:
@@ -192,10 +197,6 @@ def _devices(results: Iterable[Result]) -> set[str]:
 
 def _device(one: Result) -> str:
     return str(one.made.get("device") or "unknown")
-
-
-def _how(one: Result) -> tuple[object, ...]:
-    return _tasks(one), one.run.seed, *(one.made.get(name) for name in _APART)
 
 
 def _notes(entries: Sequence[Entry], kept: Sequence[Result], others: int, device: str) -> list[str]:
