@@ -337,22 +337,27 @@ def distributed() -> list[str]:
 
 
 def diagonals(protocols: tuple[str, ...]) -> list[str]:
-    """The bench's runs at strength 1 of everything that keeps a number for each weight: those of the GPU, if any."""
+    """The bench's runs at strength 1 of everything that keeps a number for each weight, those that its page counts."""
     found = [one for bundle in sorted((RESULTS / "bench").glob("*.jsonl")) for one in collected(bundle)]
+    entries = {
+        (section.protocol, entry.method): entry
+        for section in sections(found, across=("version", "device"))
+        for entry in section.entries
+        if entry.strength in (None, 1) and not entry.chosen_on
+    }
     lines = [f"| | {' | '.join(protocols)} | `vcl`: learning, s |", "|---|" + "---|" * (len(protocols) + 1)]
     for method in DIAGONALS:
-        if not any(one.run.method == method and one.protocol in protocols for one in found):
-            continue
         cells, seconds = [], ""
         for protocol in protocols:
-            mine = [one for one in found if (one.protocol, one.run.method) == (protocol, method)]
-            mine = [one for one in mine if one.strength in (None, 1)]
-            here = [one for one in mine if not one.made["device"].startswith("CPU")] or mine
-            there = " (CPU)" if here and here[0].made["device"].startswith("CPU") and protocol != "vcl" else ""
-            cells.append(_two([one.run.average for one in here]) + there if here else "–")
-            if protocol == "vcl" and here:
-                where = "CPU" if here[0].made["device"].startswith("CPU") else "H200"
-                seconds = f"{statistics.fmean(sum(one.run.learning_seconds) for one in here):.0f} ({where})"
+            entry = entries.get((protocol, method))
+            if entry is None:
+                cells.append("–")
+                continue
+            where = " and ".join(map(_device, entry.devices))
+            there = f" ({where})" if where != "H200" and protocol != "vcl" else ""
+            cells.append(_two([run.average for run in entry.runs]) + there)
+            if protocol == "vcl":
+                seconds = f"{statistics.fmean(sum(run.learning_seconds) for run in entry.runs):.0f} ({where})"
         lines.append(f"| {method} | {' | '.join([*cells, seconds])} |")
     return lines
 
