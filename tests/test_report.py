@@ -178,6 +178,12 @@ def test_what_is_learned_all_at_once_is_told_to_keep_all_data_and_never_sorts_as
     assert alone.rows[0].cells[column].text == "0"
 
 
+def test_the_likelihood_of_training_that_diverged_is_told_by_its_size():
+    board, *_ = tables([result("EWC", seed, [[0.9, 0.1], [0.8, 0.8]], nll=[[1e30, 1e30]] * 2) for seed in range(2)])
+    cell = board.rows[0].cells[board.headings.index("nll, nats")]
+    assert (cell.text, cell.sort) == ("1.00e+30 ± 0.000", 1e30)
+
+
 def test_a_seed_counts_once_and_the_newest_run_of_it():
     old = result("EWC", 0, [[0.5, 0.1], [0.5, 0.5]], made={"date": "2025-01-01"})
     new = result("EWC", 0, [[0.9, 0.1], [0.8, 0.8]], job={"epochs": 2})

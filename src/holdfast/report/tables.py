@@ -186,8 +186,8 @@ def sweep(section: Section) -> Table | None:
 
 
 def shown(number: float, digits: int) -> str:
-    """A number for reading: a true minus sign, thousands apart, and no minus before a zero."""
-    return f"{number:z,.{digits}f}".replace("-", "−")
+    """A number for reading: a true minus sign, thousands apart, no minus before a zero; of what diverged the size."""
+    return (f"{number:z,.{digits}f}" if abs(number) < 1e9 else f"{number:.2e}").replace("-", "−")
 
 
 def _measured(entry: Entry, together: bool) -> Row:
