@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import pytest
 
-from holdfast.bench import engines, grid
+from holdfast.bench import data, engines, grid
 from holdfast.bench.grid import Outcome, dask, missing, others, processes, run_all, swept, trials
 from holdfast.bench.jobs import Job, code_version, made_on
 from holdfast.bench.jobs import grid as combined
@@ -84,6 +84,13 @@ def test_what_other_versions_made_is_not_missing_where_all_their_numbers_are_the
     assert missing([first], [replace(known[0], job=older)]) == []
     chosen = replace(known[0], job=older, made={**known[0].made, "strength_chosen_on": "validation"})
     assert missing([first, replace(first, chosen=True)], [chosen]) == [first]
+
+
+def test_a_result_from_other_files_of_the_data_is_none_of_those_that_need_not_be_run(monkeypatch):
+    known = [made(JOBS[0]), replace(made(JOBS[1]), made={**made(JOBS[1]).made, "data": "jpegs"})]
+    for here, left in (("", [JOBS[1]]), ("jpegs", [JOBS[0]]), ("pixels", [*JOBS[:2]]), (None, [])):
+        monkeypatch.setattr(data, "origin", lambda name, here=here: here)
+        assert missing(JOBS[:2], known) == left
 
 
 def test_a_damaged_result_is_told_and_its_job_run_again(tmp_path, executed):

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ArgumentError, DataError, HoldfastError, HoldfastWarning
-from . import results
+from . import data, results
 from .catalog import METHODS
 from .engines import dask, interrupts_held, processes
 from .jobs import Job, chosen, code_version, execute, grid
@@ -122,7 +122,10 @@ def swept(
 
 
 def missing(jobs: Sequence[Job], known: Iterable[Result], device: str = "cpu") -> list[Job]:
-    """The jobs that none of these results is of, whatever version of the code made them, on a device of this kind."""
+    """The jobs that none of these results is of, whatever version of the code made them, on a device of this kind.
+
+    A result from other files of the data than are here is of another job.
+    """
     on_gpu = device.startswith("cuda")
     there: dict[tuple[object, ...], list[Result]] = {}
     for one in known:
@@ -130,7 +133,9 @@ def missing(jobs: Sequence[Job], known: Iterable[Result], device: str = "cpu") -
             there.setdefault(_which(one.job, one.chosen), []).append(one)
 
     def has(job: Job) -> bool:
-        return any(not differing([job.config, one.job]) for one in there.get(_which(job.config, job.chosen), ()))
+        here = data.origin(job.protocol.dataset)
+        alike = there.get(_which(job.config, job.chosen), ())
+        return any(here in (None, one.made.get("data", "")) and not differing([job.config, one.job]) for one in alike)
 
     return [job for job in jobs if not has(job)]
 
