@@ -137,7 +137,7 @@ def bench() -> list[str]:
     for section in sections(found, across=("version", "device")):
         newest = max(section.results, key=lambda one: one.date)
         lines += [
-            f"**{section.title}**: {newest.job['description'].rstrip('?')}. To {newest.date.date().isoformat()}:",
+            f"**{section.title}**: {section.description.rstrip('?')}. To {newest.date.date().isoformat()}:",
             "",
             "| method | strength | average, % | forgotten, points | each when new, % | on | learning, s "
             "| remembering, s | kept, MB |",

@@ -12,7 +12,9 @@ from html.parser import HTMLParser
 
 import pytest
 
+from holdfast.bench.jobs import Job
 from holdfast.bench.measures import Run, at_an_end
+from holdfast.bench.protocols import PROTOCOLS
 from holdfast.bench.results import Result, write
 from holdfast.errors import ArgumentError, DataError
 from holdfast.report import bench_page, csv, markdown, report_command, tables
@@ -551,6 +553,23 @@ def test_protocols_come_in_the_benchs_order_and_those_of_others_last_as_they_are
     names = ["theirs", "hsu-class", "vcl (tasks 20)", "own", "vandeven", "vcl", "digits"]
     found = [section.title for section in sections([result("EWC", 0, [[0.9]], protocol=name) for name in names])]
     assert found == ["digits", "vcl", "vcl (tasks 20)", "vandeven", "hsu-class", "theirs", "own"]
+
+
+def test_a_protocol_is_described_as_its_newest_run_has_it_and_a_known_one_with_the_same_numbers_as_today():
+    now = PROTOCOLS["avalanche-si"]
+    numbers = Job(now, "si", 0).config["numbers"]
+
+    def made(words, day, protocol=now.name, **changed):
+        job = {"description": words, "numbers": {**numbers, **changed}}
+        return result("si", day, [[0.9]], protocol=protocol, job=job, made={"date": f"2026-01-0{day}"})
+
+    def told(*runs):
+        return sections(runs)[0].description
+
+    assert told(made("as it was", 2, "mine"), made("in other words", 1, "mine")) == "as it was"
+    assert told(made("as it was", 1)) == now.about
+    assert told(made("as it was", 1, tasks=3)) == "as it was"
+    assert told(result("si", 1, [[0.9]])) == ""
 
 
 def test_seconds_of_several_devices_make_no_mean_and_the_picture_is_of_one_unless_each_row_tells_its_own():

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 from ..bench.catalog import METHODS
 from ..bench.measures import Run
@@ -148,9 +149,20 @@ def _section(
     ]
     entries.sort(key=lambda entry: (-entry.average, entry.label))
     kept = [one for entry in entries for one in entry.results]
-    description = next((str(one.job["description"]) for one in kept if one.job.get("description")), "")
     notes = _notes(entries, kept, len(results) - len(kept), first if len(_devices(results)) > 1 else "")
-    return Section(protocol, title, tasks, description, tuple(entries), tuple(notes), tuple(tried), first)
+    said = _description(protocol, kept)
+    return Section(protocol, title, tasks, said, tuple(entries), tuple(notes), tuple(tried), first)
+
+
+def _description(protocol: str, kept: Sequence[Result]) -> str:
+    """What the newest run says of its protocol; of one that has the same numbers today, what is said of it today."""
+    told = [one for one in sorted(kept, key=lambda one: one.date) if one.job.get("description")]
+    if not told:
+        return ""
+    known = PROTOCOLS.get(protocol)
+    if known is not None and not differing([told[-1].job, {"numbers": json.loads(json.dumps(asdict(known)))}]):
+        return known.about
+    return str(told[-1].job["description"])
 
 
 def _place(protocol: str) -> tuple[int, str]:
