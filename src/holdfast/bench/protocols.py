@@ -223,8 +223,8 @@ def _all() -> list[Protocol]:
         ("mnist", "mnist-rotated", "MNIST"), ("fashion-mnist", "fashion-rotated", "Fashion-MNIST"),
     ):  # fmt: skip
         protocols.append(replace(
-            protocols[1], name=name, about=f"{title} images, turned by 180° over the number of tasks more in each, "
-            "2×100, as vcl", dataset=dataset, stream="rotated", tasks=5,
+            protocols[1], name=name, about=f"{title} images, half a turn in as many steps as there are tasks, 2×100, "
+            "as vcl", dataset=dataset, stream="rotated", tasks=5,
         ))  # fmt: skip
     return protocols
 
