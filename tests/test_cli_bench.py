@@ -114,7 +114,7 @@ def test_results_of_another_version_and_damaged_ones_are_told_in_a_line_each(tmp
     two.path(tmp_path).write_text("{", encoding="utf-8")
     result = bench("digits", "--methods", "ewc", "--seeds", "2", "--out", tmp_path, *NUMBERS)
     assert result.exit_code == 0, result.output
-    assert f"{tmp_path} has 1 results of holdfast 0.0.1+abc: they stay, and are not used.\n" in result.output
+    assert f"{tmp_path} has 1 result of holdfast 0.0.1+abc, kept and not used.\n" in result.output
     told = next(line for line in result.output.splitlines() if "Its job is run again." in line)
     assert told.startswith(str(two.path(tmp_path)))
     assert "Warning" not in result.output

@@ -231,6 +231,7 @@ def test_what_is_learned_instead_of_the_tasks_is_made_within_the_run(monkeypatch
         ({"stages": [task("all")]}, "stages makes of the tasks"),
         ({"stages": lambda tasks: []}, "nothing would be learned"),
         ({"tasks": []}, "at least one task"),
+        ({"tasks": task("one")}, r"in a list, \[first, second\], got Task"),
         ({"make_model": nn.Linear(4, 2)}, "a function that makes a model"),
         ({"device": "tpu"}, "there is no device 'tpu'"),
         ({"device": torch.device("cuda", 99)}, "there is no device 'cuda:99'"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from weakref import WeakValueDictionary
 
 import torch
@@ -14,6 +14,13 @@ from .tasks import UNCOUNTED, Split, Task
 from .training import Training
 
 _TRAINED: WeakValueDictionary[int, nn.Parameter] = WeakValueDictionary()  # by all runs of this process, by id
+
+
+def listed(tasks: Iterable[Task]) -> list[Task]:
+    """The tasks, which may come one by one."""
+    if not isinstance(tasks, Iterable):
+        raise ArgumentError(f"run takes its tasks in a list, [first, second], got {type(tasks).__name__}.")
+    return list(tasks)
 
 
 def require_runnable(

@@ -14,7 +14,7 @@ from ..errors import ArgumentError
 from .machine import Meter, in_use, usable, warm
 from .measures import Run
 from .methods import Method
-from .runnable import begun, fresh, require_answers, require_runnable
+from .runnable import begun, fresh, listed, require_answers, require_runnable
 from .tasks import Task
 from .training import Trainer, Training
 
@@ -40,7 +40,7 @@ def run(
     makes of the tasks what is learned where that is not the tasks themselves: all of them joined, for joint training.
     `progress` is called after each with its name.
     """
-    tasks = list(tasks)
+    tasks = listed(tasks)
     require_runnable(method, tasks, make_model, training, seed, stages)
     seed = int(seed)  # of NumPy's too, which no file takes
     device = usable(device)

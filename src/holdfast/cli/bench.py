@@ -104,7 +104,8 @@ def _run(
     if not address:  # another machine's devices are its own
         device = present(device)
     for version, count in others(out).items():
-        said = f"{out} has {count} results of holdfast {version}: they stay, and are not used."
+        number = "1 result" if count == 1 else f"{count} results"
+        said = f"{out} has {number} of holdfast {version}, kept and not used."
         console.print(f"[dim]{escape(said)}[/dim]", soft_wrap=True)
     total = len(asked.jobs) if sweep is None else sum(map(len, asked.sweep(sweep)))
     engine = dask(address) if address else processes(workers) if workers else nullcontext()
