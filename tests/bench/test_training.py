@@ -109,6 +109,19 @@ class TestSteps:
         for one, other in zip(fits[0].parameters(), fits[1].parameters(), strict=True):
             assert torch.equal(one, other)
 
+    def test_a_fit_begins_in_training_mode_after_another_too(self, task):
+        """One leaves the model as it is judged, in evaluation mode; dropout in the next would do nothing."""
+        modes, model, trainer = [], small(), Trainer(Training(steps=3))
+        model.register_forward_pre_hook(lambda module, args: modes.append(module.training))
+        for _ in range(2):
+            trainer.fit(model, task)
+        assert modes == [True] * 6
+
+    def test_what_is_watched_is_in_evaluation_mode(self, task):
+        modes, model = [], small()
+        Trainer(Training(steps=3), watch=lambda made: modes.append(model.training)).fit(model, task)
+        assert modes == [False] * 3
+
     def test_each_task_has_an_order_of_its_own_and_a_seed_repeats(self, task):
         def orders(seed):
             found, trainer = [], Trainer(Training(steps=3, batch_size=10), seed)
