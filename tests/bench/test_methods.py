@@ -2,7 +2,9 @@
 
 import contextlib
 import copy
+import functools
 import math
+import operator
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ import holdfast
 from holdfast.bench import Held, Split, Task, Trainer, Training, decayed, diagonal, every_term, kronecker, per_task, run
 from holdfast.bench.catalog import METHODS, one_of
 from holdfast.bench.discriminant import Discriminant, Gaussian
+from holdfast.bench.distilled import Distilled, probes
 from holdfast.bench.heads import ExactHead, Shell
 from holdfast.bench.methods import FineTuning, HeldByPath, batched, evened, hessian, lowrank, nearest, uniform
 from holdfast.bench.networks import Gpt
@@ -322,6 +325,52 @@ class TestDistilled:
         assert merged > 0.8
         assert held > lwf + 0.1
         assert true > held - 0.02
+
+    @pytest.mark.parametrize("form", ["class", "task"])
+    @pytest.mark.parametrize("by", ["probes", "new inputs"])
+    @pytest.mark.parametrize("weights", [False, True])
+    def test_it_holds_to_what_the_public_names_make_of_the_old_tasks(self, form, by, weights):
+        """Written out: which outputs are asked about, on what, for how much data, and how strongly."""
+        tasks, numbers = PROTOCOLS[f"digits-{form}"].sequence(0)[:3], Training(steps=4, batch_size=32, lr=0.01)
+        method = Distilled(
+            probes(5) if by == "probes" else None, diagonal() if weights else None, strength=3.0, batch=16
+        )
+        torch.manual_seed(0)
+        model = small()
+        twin = copy.deepcopy(model)
+        trainer, other = Trainer(numbers, seed=2), Trainer(numbers, seed=2)
+        posterior = holdfast.prior(twin)
+        for index, task in enumerate(tasks):
+            method.learn(model, task, trainer)
+            method.remember(model, task, trainer)
+            if not index:
+                other.fit(twin, task)
+            else:
+                other.fit(twin, task, self.by_hand(twin, posterior, tasks[: index + 1], by, weights))
+            fisher = diagonal()(twin, task, other)
+            posterior = holdfast.consolidate(posterior, twin, fisher) if weights else holdfast.prior(twin)
+        for one, another in zip(model.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(one, another)
+
+    def by_hand(self, model, posterior, tasks, by, weights):
+        """Of tasks in one head all old ones are asked about at once; those with outputs of their own each by those."""
+        *old, new = tasks
+        groups = [old] if new.grows else [[task] for task in old]
+        terms = [posterior] if weights else []
+        for group in groups:
+            first, *_, last = (new if new.grows else group[0]).outputs
+            count = sum(len(task.train) for task in group)
+            inputs = holdfast.new_inputs(model, num_data=count)
+            if by == "probes":
+                inputs = functools.reduce(
+                    operator.add, [holdfast.gaussian_probes([task.train.x], rank=5) for task in group]
+                )
+            terms.append(holdfast.distill(
+                model, posterior, inputs, holdfast.categorical, batch=16, seed=2,
+                classes=len(group[-1].outputs) if new.grows else None,
+                forward=lambda run, x, first=first, last=last: run(x)[:, first : last + 1],
+            ))  # fmt: skip
+        return lambda optimizer: holdfast.hold(optimizer, model, terms, num_data=len(new.train), strength=3.0)
 
     def test_merged_probes_do_not_grow(self):
         (apart, each), (merged, one) = self.made("probes", tasks=5), self.made("probes-merged", tasks=5)
