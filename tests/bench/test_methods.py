@@ -14,7 +14,7 @@ import holdfast
 from holdfast.bench import Held, Split, Task, Trainer, Training, decayed, diagonal, every_term, kronecker, per_task, run
 from holdfast.bench.catalog import METHODS, one_of
 from holdfast.bench.discriminant import Discriminant, Gaussian
-from holdfast.bench.distilled import Distilled, probes
+from holdfast.bench.distilled import Distilled, of_features, own_words, probes, true_inputs
 from holdfast.bench.heads import ExactHead, Shell
 from holdfast.bench.methods import FineTuning, HeldByPath, batched, evened, hessian, lowrank, nearest, uniform
 from holdfast.bench.networks import Gpt
@@ -397,6 +397,21 @@ class TestDistilled:
         assert covered == {"0", "2", "5", "7"}
         assert {name.split(".")[0] for name in method.known.mean} == {"0", "2", "5", "7", "11", "13"}
 
+    def test_the_weights_below_features_are_held_by_what_they_do_to_them(self):
+        """By a Gaussian of three tenths of the features' deviation, over what the first linear layer takes."""
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 3))
+        part = Split(torch.randn(30, 1, 8, 8), torch.arange(30) % 3)
+        found = of_features(model, Task("made", part, part), Trainer(QUICK, seed=3))
+        seen = model[:3](part.x).detach()
+        scale = 0.3 * float(seen.var(0, correction=0).mean().sqrt())
+        expected = holdfast.kronecker_fisher(
+            model[:3], [(part.x, seen)], holdfast.gaussian(scale), targets="sampled", seed=3
+        )
+        assert list(found.tensors) == list(expected.tensors)
+        for name, tensor in expected.tensors.items():
+            torch.testing.assert_close(found.tensors[name], tensor)
+
     def test_features_are_those_of_a_convolutional_network(self, tasks):
         with pytest.raises(holdfast.ArgumentError, match="use a convolutional network"):
             run(METHODS["probes-feature"].make(1.0), tasks, small, QUICK)
@@ -447,6 +462,15 @@ class TestDistilled:
         assert kept.num_data == pytest.approx(512, rel=1e-4)
         assert float(((kept.inputs[:, 1:] - kept.inputs[:, :-1]) % 16 == 1).double().mean()) > 0.9  # it counts up
 
+    def test_what_is_kept_of_text_begins_as_the_tasks_sequences_do_and_stands_for_all_tokens(self):
+        rows = torch.cat([torch.full((20, 1), 3), torch.full((20, 7), 5)], 1)
+        part, trainer = Split(rows, rows), Trainer(Training(steps=1, loss="tokens"))
+        for keep, count in ((own_words(10), 10), (true_inputs, 20)):
+            found = keep(Gpt(16, 8, 8, 1, 2), Task("made", part, part), trainer)
+            assert found.inputs.shape == (count, 8)
+            assert set(found.inputs[:, 0].tolist()) == {3}
+            assert (found.num_data, found.unit) == (pytest.approx(160), "token")
+
 
 def _languages():
     """Sequences of bytes that count up, and down."""
@@ -463,6 +487,21 @@ def test_every_method_for_text_takes_tokens(name):
         METHODS[name].make(1.0), _languages(), lambda: Gpt(16, 8, 8, 1, 2), Training(steps=2, loss="tokens"), name=name
     )
     assert len(made.nll) == 2
+
+
+@pytest.mark.parametrize("name", ["ewc", "si", "lwf", "own-text"])
+def test_text_is_held_by_the_number_of_its_tokens(name, monkeypatch):
+    """64 sequences of 8: a pull for 64 examples would be eight times too strong."""
+    counts = []
+
+    def counted(*args, num_data, unit, **options):
+        counts.append((num_data, unit))
+        return holdfast.hold(*args, num_data=num_data, unit=unit, **options)
+
+    for module in ("methods", "distilled"):
+        monkeypatch.setattr(f"holdfast.bench.{module}.hold", counted)
+    run(METHODS[name].make(1.0), _languages(), lambda: Gpt(16, 8, 8, 1, 2), Training(steps=2, loss="tokens"))
+    assert counts == [(512, "token")]
 
 
 ELSEWHERE = ("joint", "exact-head", "ewc-hessian", "probes-feature", "own-text", "discriminant")
