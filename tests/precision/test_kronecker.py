@@ -581,6 +581,15 @@ def test_rotated_sums_are_merged_in_the_memory_of_one():
     torch.testing.assert_close((vectors.T @ both.dense() @ vectors).diagonal(), exact)
 
 
+def test_a_rotated_layer_counts_its_data_by_itself():
+    """In a sum, the sum counts for it."""
+    one = made(Layer("w", None, torch.Size([3, 4]), 1, 3, False)).rotated()
+    other = made(Layer("v", None, torch.Size([3, 4]), 1, 3, False), seed=1).rotated()
+    assert one.num_data == 30
+    assert (0.5 * one).num_data == 15
+    assert [source.num_data for source in (one + other).sources] == [30, 30]
+
+
 def test_taking_all_of_a_term_out_leaves_the_rest():
     layer, kronecker = large()
     prior = number(layer, 0.3)
