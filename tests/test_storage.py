@@ -23,7 +23,7 @@ from holdfast import Dense, Diagonal, Kronecker, LowRank, Memory, Posterior, Sou
 from holdfast.errors import ArgumentError, HoldfastError, MemoryFileError
 from holdfast.precision.layers import Layer
 from holdfast.precision.terms import Term
-from holdfast.storage import FORMAT
+from holdfast.storage import FORMAT, _rebuilt_but_for_id
 
 SOURCES = (
     Source("task-1", 12.5, "example", "categorical", "expected"),
@@ -427,9 +427,12 @@ def test_a_path_without_a_file_is_refused(tmp_path, name):
 # Files made with care by someone else: the checksum is right, what it is over is not.
 
 
-def forged(path, facts=None, tensors=None, text=None):
-    """Write a file with a right checksum over these facts and tensors."""
+def forged(path, facts=None, tensors=None, text=None, identified=True):
+    """Write a file with a right checksum over these facts and tensors, and the identity that they have, if any."""
     tensors = load_file(path) if tensors is None else tensors
+    if facts is not None and identified:
+        with contextlib.suppress(Exception):
+            facts = {**facts, "id": _rebuilt_but_for_id(facts, tensors).posterior.id}
     if text is None:
         text = canonical({**facts, "sha256": checksum(facts, tensors)})
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, {"holdfast": text})
@@ -466,7 +469,7 @@ def test_a_description_with_junk_in_one_of_its_parts_is_refused(path, raw, junk)
     facts = facts_of(path)
     for key in facts:
         if key != "sha256" and (key, junk) not in WELL_FORMED:
-            forged(path, {**facts, key: junk})
+            forged(path, {**facts, key: junk}, identified=key != "id")
             assert outcome(path) is None, f"{key!r}: {junk!r} was accepted"
 
 
