@@ -467,10 +467,21 @@ JUNK = [None, True, -1, 0.5, 10**30, "x", "inf", [], ["x"], [[]], {}, {"kind": [
 @pytest.mark.parametrize("junk", JUNK, ids=repr)
 def test_a_description_with_junk_in_one_of_its_parts_is_refused(path, raw, junk):
     facts = facts_of(path)
-    for key in facts:
+    for key in (*facts, "kind"):  # which a memory does not say, for it was the first
         if key != "sha256" and (key, junk) not in WELL_FORMED:
             forged(path, {**facts, key: junk}, identified=key != "id")
             assert outcome(path) is None, f"{key!r}: {junk!r} was accepted"
+
+
+def test_a_description_of_the_wrong_types_is_not_shown_either(path, raw):
+    """What is read by `inspect` alone, without its tensors."""
+    facts = facts_of(path)
+    for key in set(facts) - {"sha256"}:
+        junk = "x" if not isinstance(facts[key], str) else 3
+        for forgery in ({**facts, key: junk}, {other: value for other, value in facts.items() if other != key}):
+            forged(path, forgery, identified=False)
+            with pytest.raises(MemoryFileError, match="its description is not valid"):
+                holdfast.inspect(path)
 
 
 def described(facts):
@@ -707,3 +718,15 @@ def test_a_pipe_or_a_device_is_not_replaced_by_a_file(path):
         holdfast.save(posterior(), path)
     assert path.is_fifo()
     assert [each.name for each in path.parent.iterdir()] == [path.name]
+
+
+def test_a_pipe_is_not_read(path):
+    """Nobody may ever write to it. Here there are bytes in it, so that it would not be waited for without end."""
+    os.mkfifo(path)
+    pipe = os.open(path, os.O_RDWR)
+    try:
+        os.write(pipe, b"a" * 100)
+        with pytest.raises(MemoryFileError, match="it is no regular file"):
+            holdfast.load(path)
+    finally:
+        os.close(pipe)
