@@ -28,6 +28,7 @@ import holdfast
 from holdfast import Diagonal, Memory, Posterior, Source
 from holdfast.devices import full
 from holdfast.errors import HoldfastError, MemoryFileError
+from holdfast.folder import disk
 from holdfast.folder.manifest import NAME, Piece, Spread, _tiled
 from holdfast.pieces import cut, in_pieces
 from holdfast.precision.layers import Layer
@@ -1017,6 +1018,27 @@ def test_a_tensor_more_in_a_shard_is_refused(folder):
 def test_what_is_no_manifest_is_refused(folder, text):
     (folder / NAME).write_text(text)
     assert outcome(folder) is None
+
+
+def test_what_earlier_saves_left_is_cleared_and_nothing_else(tmp_path):
+    """Where a manifest cannot be read, any data may be what it names."""
+    memory, elsewhere = tmp_path / "memory", tmp_path / "elsewhere"
+    kept, old, link = (f"data-{digit * 16}" for digit in "abc")
+    for each in (memory, elsewhere, memory / kept, memory / old):
+        each.mkdir()
+    (memory / link).symlink_to(elsewhere)
+    (memory / f".{'d' * 16}.tmp").write_text("half a manifest")
+    for each in (elsewhere / "theirs", memory / "notes"):
+        each.write_text("mine")
+    began = 1 + max(entry.stat(follow_symlinks=False).st_mtime_ns for entry in os.scandir(memory))
+    (memory / NAME).write_bytes(b"\xff")
+    os.utime(memory / NAME, (0, 0))
+    disk.cleared(memory, kept, began)
+    assert {each.name for each in memory.iterdir()} == {kept, old, link, "notes", NAME}
+    (memory / NAME).unlink()
+    disk.cleared(memory, kept, began)
+    assert {each.name for each in memory.iterdir()} == {kept, link, "notes"}
+    assert (elsewhere / "theirs").exists()
 
 
 def test_every_refusal_is_an_error_of_this_library(folder):
