@@ -280,8 +280,8 @@ class TestTerm:
         x = torch.randn(7, 5, dtype=torch.float64)
         self.model.train()(x)
         self.model.eval()(torch.randn(3, 5, dtype=torch.float64))
-        expected = 100 * OUTPUTS["categorical"][1](small()(x), self.model(x)).mean()
-        torch.testing.assert_close(term.value(self.model), expected.detach())
+        found = term.value(self.model)
+        torch.testing.assert_close(found, 100 * OUTPUTS["categorical"][1](small()(x), self.model(x)).mean().detach())
         source.remove()
 
     @pytest.mark.parametrize(
@@ -712,11 +712,47 @@ class TestNewInputsOfOneModel:
 
     def test_a_copys_inputs_are_not_the_models(self):
         model, source = self.made()
-        for copied in (copy.deepcopy(model), torch.optim.swa_utils.AveragedModel(model)):
+        for copied in (copy.deepcopy(model), copy.copy(model), torch.optim.swa_utils.AveragedModel(model)):
             copied.train()(torch.full((4, 5), 99.0))
             assert self.first(source) == 1
         model(torch.full((4, 5), 2.0))
         assert self.first(source) == 2
+
+    def test_calls_that_nothing_is_learned_from_are_not_seen(self):
+        """Those of a validation, and of one that leaves the dropout in."""
+        model, source = self.made()
+        model.eval()(torch.full((4, 5), 99.0))
+        model.train()
+        with torch.no_grad():
+            model(torch.full((4, 5), 99.0))
+        assert self.first(source) == 1
+        model(torch.full((4, 5), 2.0))
+        assert self.first(source) == 2
+
+    def test_it_is_the_first_tensor_however_it_is_given(self):
+        class Named(nn.Module):
+            def forward(self, way, x, weights, mask=None):
+                return x
+
+        model = Named()
+        source = holdfast.new_inputs(model, num_data=40)
+        one, two, three = (torch.full((4, 5), float(value)) for value in (1, 2, 3))
+        for given, named in (
+            (("words", one, two), {}), (("words", one), {"weights": two, "mask": three}),
+            (("words",), {"x": one, "weights": two}), (("words", {"x": one, "y": two}, three), {}),
+        ):  # fmt: skip
+            model("words", three, three)
+            model(*given, **named)
+            assert self.first(source) == 1
+
+    def test_it_is_what_the_model_was_called_with_before_hooks_of_its_own_change_it(self):
+        """They change what is drawn as well, when the model is asked about it."""
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(5, 3))
+        model.register_forward_pre_hook(lambda module, args: (2 * args[0],))
+        source = holdfast.new_inputs(model, num_data=40)
+        model(torch.ones(4, 5))
+        assert self.first(source) == 1
 
     def test_what_replicas_on_other_gpus_are_called_with_is_the_models(self):
         model, source = self.made()

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import holdfast
+from holdfast.hold import budget
 from holdfast.rise import ByProbes, Paired
 
 
@@ -537,6 +539,30 @@ class TestBudget:
             handle.finish()
         handle.detach()
 
+    @LOCAL
+    def test_a_prior_beside_a_term_spends_nothing(self, scene):
+        """It knows no data, per example of which it could be told."""
+        model, memory, x, _ = scene
+        other = copy.deepcopy(model)
+        fit(other, x, clouds(turn=0.5)[1], 20)
+        term = holdfast.distill(other, memory, likelihood=holdfast.categorical)
+        optimizer = torch.optim.SGD(other.parameters(), lr=0.0)
+        terms = [holdfast.prior(other, precision=5.0, mean=0.0), term]
+        with holdfast.hold(optimizer, other, terms, num_data=len(x), budget=10.0) as handle:
+            F.cross_entropy(other(x), clouds(turn=0.5)[1]).backward()
+            optimizer.step()
+        assert handle.spent.rise == pytest.approx(float(term.value(other)) / term.num_data, rel=1e-4)
+
+    def test_what_is_in_nats_and_what_is_not_are_no_budget_together(self, scene):
+        model, _, x, y = scene
+        known = holdfast.consolidate(
+            holdfast.prior(model), model, holdfast.diagonal_fisher(model, [(x, y)], holdfast.categorical)
+        )
+        both = holdfast.consolidate(known, model, holdfast.sensitivity(model, [(x[:50], y[:50])]))
+        optimizer = torch.optim.Adam(model.parameters())
+        with pytest.raises(holdfast.ArgumentError, match=r"a sensitivity \(MAS\), which is not"):
+            holdfast.hold(optimizer, model, both, num_data=len(x), budget=0.1)
+
     def test_what_is_not_a_number_is_no_budget_kept(self, scene):
         model, memory, x, _ = scene
         other = copy.deepcopy(model)
@@ -644,6 +670,73 @@ class TestBudget:
                 optimizers[1].step()
             assert handle.strength > 1
             assert handle.metrics()["holdfast/spent"] > 0.01
+
+
+class TestSteering:
+    """The strength from look to look, where what these find is given."""
+
+    @pytest.fixture
+    def told(self, scene, monkeypatch):
+        """A budget of 0.1 nats and its model, what the looks will find, and how many probes were drawn for them."""
+        found, drawn = [], []
+
+        def asked(model, memory, draws, seed, *rest):
+            drawn.append((draws, seed))
+            return SimpleNamespace(rise=lambda now: found.pop(0)), lambda: None
+
+        monkeypatch.setattr(budget, "asked", asked)
+        model, memory, *_ = scene
+        return budget.Budget(0.1, memory, []), copy.deepcopy(model), found, drawn
+
+    def looked(self, told, spent, strength):
+        """The strength after the fifth step, at which there is a look; the four before leave it as it was."""
+        limit, model, found, _ = told
+        found.append(ByProbes(spent, 0.0, 1.0, 0.0))
+        assert [limit.turn(model, strength) for _ in range(4)] == [strength] * 4
+        return limit.turn(model, strength)
+
+    def test_the_larger_estimate_counts_and_a_deviation(self, told):
+        limit, model, found, _ = told
+        for pair in ((0.3, 0.1), (0.1, 0.3)):
+            found.append(ByProbes(*pair, 1.0, 0.02))
+            assert limit.ready(model)() == pytest.approx(0.32)
+
+    def test_the_strength_follows_the_logarithm_of_what_is_spent(self, told):
+        strength = 2.0
+        for spent, factor in ((0.2, 2**0.3), (0.05, 0.5**0.3), (100.0, math.exp(0.3)), (1e-9, math.exp(-0.3))):
+            before, strength = strength, self.looked(told, spent, strength)
+            assert strength == pytest.approx(before * factor)
+        assert self.looked(told, 1e-9, 1e-3) == 1e-3
+        assert self.looked(told, 0.2, 1e5) == 1e5
+
+    def test_forty_looks_in_a_row_over_the_budget_at_the_strongest_hold_are_hopeless(self, told):
+        for spent in [0.2] * 39 + [0.05] + [0.2] * 39:
+            self.looked(told, spent, 1e5)
+        with pytest.raises(holdfast.BudgetError, match="cannot be kept with any learning"):
+            self.looked(told, 0.2, 1e5)
+
+    def test_it_goes_on_from_its_state(self, told, scene):
+        """In the middle between two looks, and one look before there is no hope."""
+        limit, model, found, _ = told
+        for _ in range(39):
+            self.looked(told, 0.2, 1e5)
+        assert [limit.turn(model, 1e5) for _ in range(2)] == [1e5] * 2
+        again = budget.Budget(0.1, scene[1], [])
+        again.load_state_dict(limit.state_dict())
+        assert again.spent == 0.2
+        found.append(ByProbes(0.2, 0.0, 1.0, 0.0))
+        assert [again.turn(model, 1e5) for _ in range(2)] == [1e5] * 2
+        with pytest.raises(holdfast.BudgetError, match="cannot be kept with any learning"):
+            again.turn(model, 1e5)
+
+    def test_the_finish_is_told_by_more_probes_and_by_others(self, told):
+        limit, model, found, drawn = told
+        limit.ready(model)
+        found.append(ByProbes(0.05, 0.0, 1.0, 0.0))
+        limit.finish(model, 1.0, 1)
+        (draws, seed), (last_draws, last_seed) = drawn
+        assert last_draws > draws
+        assert last_seed != seed
 
 
 class TestGrownAndStale:

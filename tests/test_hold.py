@@ -529,7 +529,8 @@ class TestTheGuard:
         ):
             loop(optimizer, with_a_new_first_layer(model), x, y)
 
-    def test_an_optimizer_that_moves_nothing_is_an_error(self):
+    @pytest.mark.parametrize("rates", [(0.1, 0.1), (0.1, 0.0)])
+    def test_an_optimizer_that_moves_nothing_is_an_error(self, rates):
         class Deaf(torch.optim.SGD):
             """Made in a way of its own, so that it is not tried beforehand."""
 
@@ -542,14 +543,16 @@ class TestTheGuard:
         model, posterior, x, y = start()
         with torch.no_grad():
             model[0].weight += 0.1
-        deaf = Deaf(model.parameters(), needed=0.1)
+        groups = zip((model[0].parameters(), model[1:].parameters()), rates, strict=True)
+        deaf = Deaf([{"params": list(params), "lr": rate} for params, rate in groups], needed=0.1)
         with (
             pytest.raises(holdfast.InertError, match="100 steps of Deaf left"),
             holdfast.hold(deaf, model, posterior, num_data=N),
         ):
             loop(deaf, model, x, y, steps=101)
 
-    def test_an_optimizer_that_does_not_read_the_gradients_is_an_error(self):
+    @pytest.mark.parametrize("named", [True, False])
+    def test_an_optimizer_that_does_not_read_the_gradients_is_an_error(self, named):
         class Elsewhere(torch.optim.Optimizer):
             """Moves the parameters by gradients kept in another place, as some large-model trainers do."""
 
@@ -561,9 +564,14 @@ class TestTheGuard:
                 for parameter in (p for group in self.param_groups for p in group["params"]):
                     parameter -= self.defaults["lr"] * getattr(parameter, "main_grad", torch.ones_like(parameter))
 
+        class Another(Elsewhere):
+            def __init__(self, params, **options):
+                super().__init__(params, options["lr"])
+
         model, posterior, _, _ = start()
-        with pytest.raises(holdfast.InertError, match=r"Elsewhere takes the same step whatever `\.grad` says"):
-            holdfast.hold(Elsewhere(model.parameters()), model, posterior, num_data=N)
+        optimizer = (Elsewhere if named else Another)(model.parameters(), lr=0.1)
+        with pytest.raises(holdfast.InertError, match=r"takes the same step whatever `\.grad` says"):
+            holdfast.hold(optimizer, model, posterior, num_data=N)
 
     def test_an_optimizer_of_ones_own_that_does_is_not(self):
         class Plain(torch.optim.Optimizer):
@@ -605,7 +613,9 @@ class TestTheGuard:
             with holdfast.hold(optimizer, model, posterior, num_data=N):
                 loop(optimizer, model, x, y, steps=20)
 
-    @pytest.mark.parametrize("reason", ["an overflow", "a rate of zero", "no pull", "rounding", "another way"])
+    @pytest.mark.parametrize(
+        "reason", ["an overflow", "a rate of zero", "no pull", "rounding", "another way", "one moves", "a look back"]
+    )
     def test_one_that_may_leave_them_or_that_moves_them_in_another_way_is_not(self, reason):
         """At the hundredth such step of a training that is in order it would be an error."""
 
@@ -615,6 +625,14 @@ class TestTheGuard:
 
             @torch.no_grad()
             def step(self, closure=None):
+                if reason == "one moves":
+                    self.param_groups[0]["params"][1].sub_(1e-3)
+                if reason == "a look back":  # at the loss where it has come to
+                    for length in (1e-3, 0.0):
+                        with torch.enable_grad():
+                            closure()
+                        for parameter in self.param_groups[0]["params"] if length else ():
+                            parameter -= length * parameter.grad
                 for parameter in (p for group in self.param_groups for p in group["params"]):
                     if reason == "rounding":
                         parameter -= 1e-30 * parameter.grad
@@ -629,7 +647,7 @@ class TestTheGuard:
             with torch.no_grad():
                 model[0].weight += 0.1
         with holdfast.hold(optimizer, model, posterior, num_data=N):
-            loop(optimizer, model, x, y, steps=101)
+            loop(optimizer, model, x, y, closure=reason == "a look back", steps=101)
 
     def test_trying_an_optimizer_draws_no_random_numbers(self):
         class Noisy(torch.optim.SGD):
@@ -684,6 +702,10 @@ class TestTheGuard:
         loop(optimizer, model, x, y)
         handle.remove()
         holdfast.hold(optimizer, model, holdfast.prior(model), num_data=N).remove()  # nothing held, nothing to warn of
+        fisher = holdfast.diagonal_fisher(model, [(x, y)], holdfast.categorical, only="0.*")
+        part = holdfast.consolidate(holdfast.prior(model), model, fisher)
+        groups = [{"params": model[0].parameters(), "weight_decay": 0.0}, {"params": model[1:].parameters()}]
+        holdfast.hold(torch.optim.AdamW(groups, weight_decay=0.01), model, part, num_data=N).detach()  # of what is free
 
     def test_what_would_be_pulled_twice_is_refused(self):
         model, posterior, _, _ = start()

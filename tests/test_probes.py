@@ -46,6 +46,7 @@ class TestMoments:
         probes = holdfast.gaussian_probes(torch.split(x, cuts), rank=6)
         torch.testing.assert_close(probes.components[0].mean, x.mean(0).float(), rtol=1e-6, atol=1e-6)
         torch.testing.assert_close(covariance(probes), exact(x), rtol=1e-5, atol=1e-5)
+        assert (probes.components[0].low, probes.components[0].high) == (float(x.min()), float(x.max()))
         assert probes.num_data == 300
 
     def test_many_cut_rows_lose_nothing_that_fits(self):
@@ -183,6 +184,7 @@ class TestJoined:
         whole = torch.cat(parts)
         torch.testing.assert_close(one.components[0].mean, whole.mean(0).float(), rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(covariance(one), exact(whole), rtol=1e-4, atol=1e-4)
+        assert (one.components[0].low, one.components[0].high) == (float(whole.min()), float(whole.max()))
         assert one.num_data == 400
         assert len(one.components) == 1
 
@@ -201,6 +203,7 @@ class TestJoined:
         assert running.components[0].factors.shape == (2, 6)
         torch.testing.assert_close(covariance(running).diag(), exact(torch.cat(parts)).diag(), rtol=1e-4, atol=1e-4)
         assert (probes[0] + probes[1]).merged(rank=4).components[0].factors.shape == (4, 6)
+        assert (probes[0] + holdfast.gaussian_probes([parts[1]], rank=3)).merged().components[0].factors.shape == (3, 6)
 
     @pytest.mark.parametrize(
         ("one", "other", "match"),
@@ -327,6 +330,9 @@ class TestLayer:
         twice = nn.Sequential(shared := nn.Linear(6, 6), nn.Tanh(), shared)
         with pytest.raises(holdfast.DataError, match="ran 2 times"):
             holdfast.gaussian_probes([torch.randn(9, 6)], model=twice, layer="0")
+        folded = nn.Sequential(nn.Unflatten(1, (2, 3)), nn.Flatten(0, 1), nn.Linear(3, 3))
+        with pytest.raises(holdfast.DataError, match="is no tensor with the examples first"):
+            holdfast.gaussian_probes([torch.randn(9, 6)], model=folded, layer="2")
         probes = holdfast.gaussian_probes([torch.randn(9, 6)], model=model, layer="1")
         for parameter in model[2:].parameters():
             parameter.requires_grad_(False)

@@ -23,7 +23,7 @@ from holdfast import Dense, Diagonal, Kronecker, LowRank, Memory, Posterior, Sou
 from holdfast.errors import ArgumentError, HoldfastError, MemoryFileError
 from holdfast.precision.layers import Layer
 from holdfast.precision.terms import Term
-from holdfast.storage import FORMAT
+from holdfast.storage import FORMAT, _rebuilt_but_for_id
 
 SOURCES = (
     Source("task-1", 12.5, "example", "categorical", "expected"),
@@ -427,9 +427,12 @@ def test_a_path_without_a_file_is_refused(tmp_path, name):
 # Files made with care by someone else: the checksum is right, what it is over is not.
 
 
-def forged(path, facts=None, tensors=None, text=None):
-    """Write a file with a right checksum over these facts and tensors."""
+def forged(path, facts=None, tensors=None, text=None, identified=True):
+    """Write a file with a right checksum over these facts and tensors, and the identity that they have, if any."""
     tensors = load_file(path) if tensors is None else tensors
+    if facts is not None and identified:
+        with contextlib.suppress(Exception):
+            facts = {**facts, "id": _rebuilt_but_for_id(facts, tensors).posterior.id}
     if text is None:
         text = canonical({**facts, "sha256": checksum(facts, tensors)})
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, {"holdfast": text})
@@ -464,10 +467,21 @@ JUNK = [None, True, -1, 0.5, 10**30, "x", "inf", [], ["x"], [[]], {}, {"kind": [
 @pytest.mark.parametrize("junk", JUNK, ids=repr)
 def test_a_description_with_junk_in_one_of_its_parts_is_refused(path, raw, junk):
     facts = facts_of(path)
-    for key in facts:
+    for key in (*facts, "kind"):  # which a memory does not say, for it was the first
         if key != "sha256" and (key, junk) not in WELL_FORMED:
-            forged(path, {**facts, key: junk})
+            forged(path, {**facts, key: junk}, identified=key != "id")
             assert outcome(path) is None, f"{key!r}: {junk!r} was accepted"
+
+
+def test_a_description_of_the_wrong_types_is_not_shown_either(path, raw):
+    """What is read by `inspect` alone, without its tensors."""
+    facts = facts_of(path)
+    for key in set(facts) - {"sha256"}:
+        junk = "x" if not isinstance(facts[key], str) else 3
+        for forgery in ({**facts, key: junk}, {other: value for other, value in facts.items() if other != key}):
+            forged(path, forgery, identified=False)
+            with pytest.raises(MemoryFileError, match="its description is not valid"):
+                holdfast.inspect(path)
 
 
 def described(facts):
@@ -704,3 +718,15 @@ def test_a_pipe_or_a_device_is_not_replaced_by_a_file(path):
         holdfast.save(posterior(), path)
     assert path.is_fifo()
     assert [each.name for each in path.parent.iterdir()] == [path.name]
+
+
+def test_a_pipe_is_not_read(path):
+    """Nobody may ever write to it. Here there are bytes in it, so that it would not be waited for without end."""
+    os.mkfifo(path)
+    pipe = os.open(path, os.O_RDWR)
+    try:
+        os.write(pipe, b"a" * 100)
+        with pytest.raises(MemoryFileError, match="it is no regular file"):
+            holdfast.load(path)
+    finally:
+        os.close(pipe)

@@ -8,11 +8,14 @@ import hashlib
 import json
 import os
 import pickle
+import random
 import re
 import shutil
 import stat
 import sys
 import time
+from collections import Counter
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -25,7 +28,8 @@ import holdfast
 from holdfast import Diagonal, Memory, Posterior, Source
 from holdfast.devices import full
 from holdfast.errors import HoldfastError, MemoryFileError
-from holdfast.folder.manifest import NAME
+from holdfast.folder import disk
+from holdfast.folder.manifest import NAME, Piece, Spread, _tiled
 from holdfast.pieces import cut, in_pieces
 from holdfast.precision.layers import Layer
 from holdfast.precision.terms import Term
@@ -938,6 +942,60 @@ def test_pieces_that_do_not_make_up_their_tensor_are_refused(folder, change):
     assert outcome(folder) is None
 
 
+def boxes(shape: tuple[int, ...], chance: random.Random) -> list[Piece]:
+    """A tensor cut at random, again and again."""
+    found = [(tuple(0 for _ in shape), shape)]
+    for _ in range(chance.randint(0, 4) if shape else 0):
+        start, size = found.pop(chance.randrange(len(found)))
+        axis = chance.randrange(len(shape))
+        at = chance.randint(0, size[axis])
+        if 0 < at < size[axis]:
+            found.append((start, (*size[:axis], at, *size[axis + 1 :])))
+            start = (*start[:axis], start[axis] + at, *start[axis + 1 :])
+            size = (*size[:axis], size[axis] - at, *size[axis + 1 :])
+        found.append((start, size))
+    chance.shuffle(found)
+    return [Piece("00000-0.safetensors", *each) for each in found]
+
+
+def test_pieces_make_a_tensor_up_if_each_of_its_entries_is_in_one_of_them():
+    """Against counting: boxes that fit, and the same with one that is moved, stretched, twice there, or not at all."""
+    chance, seen = random.Random(0), Counter()
+    for _ in range(2000):
+        shape = tuple(chance.randint(1, 4) for _ in range(chance.randint(0, 3)))
+        pieces = boxes(shape, chance)
+        place, damage = chance.randrange(len(pieces)), chance.choice(["moved", "stretched", "twice", "gone", "none"])
+        piece = pieces[place]
+        if damage == "moved":
+            pieces[place] = replace(piece, start=tuple(max(0, at + chance.randint(-1, 1)) for at in piece.start))
+        if damage == "stretched":
+            pieces[place] = replace(piece, shape=tuple(max(1, size + chance.randint(-1, 1)) for size in piece.shape))
+        pieces = [*pieces[:place], *pieces[place + 1 :]] if damage == "gone" else pieces
+        pieces += [piece] if damage == "twice" else []
+        counts = torch.zeros([size + 9 for size in shape])
+        for each in pieces:
+            counts[tuple(slice(at, at + size) for at, size in zip(each.start, each.shape, strict=True))] += 1
+        expected = torch.zeros_like(counts)
+        expected[tuple(slice(size) for size in shape)] = 1
+        fits = torch.equal(counts, expected)
+        assert _tiled(Spread(torch.float32, shape, tuple(pieces))) == fits, (shape, pieces)
+        seen[fits] += 1
+    assert min(seen.values()) > 500
+
+
+@pytest.mark.parametrize(
+    "piece",
+    [
+        Piece("f", (0,), (4,)), Piece("f", (0, 0, 0), (4, 3, 1)), Piece("f", (0,), (4, 3)), Piece("f", (0, 0), (4,)),
+        Piece("f", (0, 0), (2, 6)), Piece("f", (0, 0), (12, 1)),
+    ],
+)  # fmt: skip
+def test_a_piece_with_other_axes_or_as_many_entries_elsewhere_does_not_make_it_up(piece):
+    assert _tiled(Spread(torch.float32, (4, 3), (Piece("f", (0, 0), (4, 3)),)))
+    assert not _tiled(Spread(torch.float32, (4, 3), (piece,)))
+    assert not _tiled(Spread(torch.float32, (4, 3), (Piece("f", (0, 0), (4, 3)), Piece("f", (0, 0), (4, 0)))))
+
+
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -1.0, 1e300])
 def test_values_that_no_memory_has_are_refused_on_the_way_out(folder, value):
     file = shards(folder)[1]
@@ -960,6 +1018,27 @@ def test_a_tensor_more_in_a_shard_is_refused(folder):
 def test_what_is_no_manifest_is_refused(folder, text):
     (folder / NAME).write_text(text)
     assert outcome(folder) is None
+
+
+def test_what_earlier_saves_left_is_cleared_and_nothing_else(tmp_path):
+    """Where a manifest cannot be read, any data may be what it names."""
+    memory, elsewhere = tmp_path / "memory", tmp_path / "elsewhere"
+    kept, old, link = (f"data-{digit * 16}" for digit in "abc")
+    for each in (memory, elsewhere, memory / kept, memory / old):
+        each.mkdir()
+    (memory / link).symlink_to(elsewhere)
+    (memory / f".{'d' * 16}.tmp").write_text("half a manifest")
+    for each in (elsewhere / "theirs", memory / "notes"):
+        each.write_text("mine")
+    began = 1 + max(entry.stat(follow_symlinks=False).st_mtime_ns for entry in os.scandir(memory))
+    (memory / NAME).write_bytes(b"\xff")
+    os.utime(memory / NAME, (0, 0))
+    disk.cleared(memory, kept, began)
+    assert {each.name for each in memory.iterdir()} == {kept, old, link, "notes", NAME}
+    (memory / NAME).unlink()
+    disk.cleared(memory, kept, began)
+    assert {each.name for each in memory.iterdir()} == {kept, link, "notes"}
+    assert (elsewhere / "theirs").exists()
 
 
 def test_every_refusal_is_an_error_of_this_library(folder):

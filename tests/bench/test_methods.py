@@ -2,7 +2,9 @@
 
 import contextlib
 import copy
+import functools
 import math
+import operator
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ import holdfast
 from holdfast.bench import Held, Split, Task, Trainer, Training, decayed, diagonal, every_term, kronecker, per_task, run
 from holdfast.bench.catalog import METHODS, one_of
 from holdfast.bench.discriminant import Discriminant, Gaussian
+from holdfast.bench.distilled import Distilled, of_features, own_words, probes, true_inputs
 from holdfast.bench.heads import ExactHead, Shell
 from holdfast.bench.methods import FineTuning, HeldByPath, batched, evened, hessian, lowrank, nearest, uniform
 from holdfast.bench.networks import Gpt
@@ -323,6 +326,52 @@ class TestDistilled:
         assert held > lwf + 0.1
         assert true > held - 0.02
 
+    @pytest.mark.parametrize("form", ["class", "task"])
+    @pytest.mark.parametrize("by", ["probes", "new inputs"])
+    @pytest.mark.parametrize("weights", [False, True])
+    def test_it_holds_to_what_the_public_names_make_of_the_old_tasks(self, form, by, weights):
+        """Written out: which outputs are asked about, on what, for how much data, and how strongly."""
+        tasks, numbers = PROTOCOLS[f"digits-{form}"].sequence(0)[:3], Training(steps=4, batch_size=32, lr=0.01)
+        method = Distilled(
+            probes(5) if by == "probes" else None, diagonal() if weights else None, strength=3.0, batch=16
+        )
+        torch.manual_seed(0)
+        model = small()
+        twin = copy.deepcopy(model)
+        trainer, other = Trainer(numbers, seed=2), Trainer(numbers, seed=2)
+        posterior = holdfast.prior(twin)
+        for index, task in enumerate(tasks):
+            method.learn(model, task, trainer)
+            method.remember(model, task, trainer)
+            if not index:
+                other.fit(twin, task)
+            else:
+                other.fit(twin, task, self.by_hand(twin, posterior, tasks[: index + 1], by, weights))
+            fisher = diagonal()(twin, task, other)
+            posterior = holdfast.consolidate(posterior, twin, fisher) if weights else holdfast.prior(twin)
+        for one, another in zip(model.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(one, another)
+
+    def by_hand(self, model, posterior, tasks, by, weights):
+        """Of tasks in one head all old ones are asked about at once; those with outputs of their own each by those."""
+        *old, new = tasks
+        groups = [old] if new.grows else [[task] for task in old]
+        terms = [posterior] if weights else []
+        for group in groups:
+            first, *_, last = (new if new.grows else group[0]).outputs
+            count = sum(len(task.train) for task in group)
+            inputs = holdfast.new_inputs(model, num_data=count)
+            if by == "probes":
+                inputs = functools.reduce(
+                    operator.add, [holdfast.gaussian_probes([task.train.x], rank=5) for task in group]
+                )
+            terms.append(holdfast.distill(
+                model, posterior, inputs, holdfast.categorical, batch=16, seed=2,
+                classes=len(group[-1].outputs) if new.grows else None,
+                forward=lambda run, x, first=first, last=last: run(x)[:, first : last + 1],
+            ))  # fmt: skip
+        return lambda optimizer: holdfast.hold(optimizer, model, terms, num_data=len(new.train), strength=3.0)
+
     def test_merged_probes_do_not_grow(self):
         (apart, each), (merged, one) = self.made("probes", tasks=5), self.made("probes-merged", tasks=5)
         assert len(each.parts) == 5
@@ -347,6 +396,21 @@ class TestDistilled:
         covered = {name.split(".")[0] for name in method.known.precision.shapes}
         assert covered == {"0", "2", "5", "7"}
         assert {name.split(".")[0] for name in method.known.mean} == {"0", "2", "5", "7", "11", "13"}
+
+    def test_the_weights_below_features_are_held_by_what_they_do_to_them(self):
+        """By a Gaussian of three tenths of the features' deviation, over what the first linear layer takes."""
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 3))
+        part = Split(torch.randn(30, 1, 8, 8), torch.arange(30) % 3)
+        found = of_features(model, Task("made", part, part), Trainer(QUICK, seed=3))
+        seen = model[:3](part.x).detach()
+        scale = 0.3 * float(seen.var(0, correction=0).mean().sqrt())
+        expected = holdfast.kronecker_fisher(
+            model[:3], [(part.x, seen)], holdfast.gaussian(scale), targets="sampled", seed=3
+        )
+        assert list(found.tensors) == list(expected.tensors)
+        for name, tensor in expected.tensors.items():
+            torch.testing.assert_close(found.tensors[name], tensor)
 
     def test_features_are_those_of_a_convolutional_network(self, tasks):
         with pytest.raises(holdfast.ArgumentError, match="use a convolutional network"):
@@ -398,6 +462,15 @@ class TestDistilled:
         assert kept.num_data == pytest.approx(512, rel=1e-4)
         assert float(((kept.inputs[:, 1:] - kept.inputs[:, :-1]) % 16 == 1).double().mean()) > 0.9  # it counts up
 
+    def test_what_is_kept_of_text_begins_as_the_tasks_sequences_do_and_stands_for_all_tokens(self):
+        rows = torch.cat([torch.full((20, 1), 3), torch.full((20, 7), 5)], 1)
+        part, trainer = Split(rows, rows), Trainer(Training(steps=1, loss="tokens"))
+        for keep, count in ((own_words(10), 10), (true_inputs, 20)):
+            found = keep(Gpt(16, 8, 8, 1, 2), Task("made", part, part), trainer)
+            assert found.inputs.shape == (count, 8)
+            assert set(found.inputs[:, 0].tolist()) == {3}
+            assert (found.num_data, found.unit) == (pytest.approx(160), "token")
+
 
 def _languages():
     """Sequences of bytes that count up, and down."""
@@ -414,6 +487,21 @@ def test_every_method_for_text_takes_tokens(name):
         METHODS[name].make(1.0), _languages(), lambda: Gpt(16, 8, 8, 1, 2), Training(steps=2, loss="tokens"), name=name
     )
     assert len(made.nll) == 2
+
+
+@pytest.mark.parametrize("name", ["ewc", "si", "lwf", "own-text"])
+def test_text_is_held_by_the_number_of_its_tokens(name, monkeypatch):
+    """64 sequences of 8: a pull for 64 examples would be eight times too strong."""
+    counts = []
+
+    def counted(*args, num_data, unit, **options):
+        counts.append((num_data, unit))
+        return holdfast.hold(*args, num_data=num_data, unit=unit, **options)
+
+    for module in ("methods", "distilled"):
+        monkeypatch.setattr(f"holdfast.bench.{module}.hold", counted)
+    run(METHODS[name].make(1.0), _languages(), lambda: Gpt(16, 8, 8, 1, 2), Training(steps=2, loss="tokens"))
+    assert counts == [(512, "token")]
 
 
 ELSEWHERE = ("joint", "exact-head", "ewc-hessian", "probes-feature", "own-text", "discriminant")

@@ -1,5 +1,6 @@
 """Training: the same steps as a loop written out, for every loss."""
 
+import copy
 import math
 
 import pytest
@@ -40,6 +41,14 @@ def test_the_loss_of_several_tasks_at_once_is_over_what_may_answer_and_what_coun
     first = F.cross_entropy(logits[3:, :3], y[3:], label_smoothing=0.1, reduction="none")
     torch.testing.assert_close(found, torch.cat([later, torch.zeros(1), first]))
     torch.testing.assert_close(training.mean(found, y), found.sum() / 3)
+
+
+def test_the_squared_loss_of_several_tasks_at_once_is_over_what_may_answer():
+    logits, y = torch.randn(2, 5), torch.tensor([3, 1])
+    allowed = torch.tensor([[False] * 3 + [True] * 2, [True] * 3 + [False] * 2])
+    found = Training(epochs=1, loss="squared").losses(logits, y, 0.0, allowed)
+    apart = [logits[0, 3:] - torch.tensor([1.0, 0.0]), logits[1, :3] - torch.tensor([0.0, 1.0, 0.0])]
+    torch.testing.assert_close(found, torch.stack([0.5 * each.square().sum() for each in apart]))
 
 
 class TestSteps:
@@ -90,6 +99,11 @@ class TestSteps:
         Trainer(training, watch=seen.append).fit(small(), task)
         assert seen == [n for n in range(1, steps + 1) if n in (1, 2, 4, 8) or n == steps]
 
+    def test_a_method_may_have_numbers_of_its_own(self, task):
+        seen = []
+        Trainer(Training(steps=7), watch=seen.append).fit(small(), task, training=Training(steps=3))
+        assert seen == [1, 2, 3]
+
     def test_counted_in_steps_every_batch_is_full(self, task):
         sizes = []
         model = small()
@@ -108,6 +122,19 @@ class TestSteps:
         assert all(modes)
         for one, other in zip(fits[0].parameters(), fits[1].parameters(), strict=True):
             assert torch.equal(one, other)
+
+    def test_a_fit_begins_in_training_mode_after_another_too(self, task):
+        """One leaves the model as it is judged, in evaluation mode; dropout in the next would do nothing."""
+        modes, model, trainer = [], small(), Trainer(Training(steps=3))
+        model.register_forward_pre_hook(lambda module, args: modes.append(module.training))
+        for _ in range(2):
+            trainer.fit(model, task)
+        assert modes == [True] * 6
+
+    def test_what_is_watched_is_in_evaluation_mode(self, task):
+        modes, model = [], small()
+        Trainer(Training(steps=3), watch=lambda made: modes.append(model.training)).fit(model, task)
+        assert modes == [False] * 3
 
     def test_each_task_has_an_order_of_its_own_and_a_seed_repeats(self, task):
         def orders(seed):
@@ -129,10 +156,16 @@ class TestSteps:
         tasks = [Task(str(i), part, part, outputs=(2 * i, 2 * i + 1)) for i, part in enumerate(parts)]
         torch.manual_seed(1)
         model = nn.Linear(6, 5)  # an output that no task may use
-        before = model.weight[4].clone()
+        plain = copy.deepcopy(model)
         Trainer(Training(steps=3, batch_size=16)).fit(model, joined(tasks))
-        assert torch.equal(model.weight[4], before)
-        assert not torch.equal(model.weight[0], model.weight[1])
+        optimizer = torch.optim.Adam(plain.parameters(), lr=1e-3)
+        for _ in range(3):
+            optimizer.zero_grad()
+            losses = [F.cross_entropy(plain(part.x)[:, 2 * i : 2 * i + 2], part.y) for i, part in enumerate(parts)]
+            (sum(losses) / 2).backward()
+            optimizer.step()
+        torch.testing.assert_close(model.weight, plain.weight)
+        torch.testing.assert_close(model.bias, plain.bias)
 
 
 @pytest.mark.parametrize(

@@ -59,12 +59,14 @@ class Bare(nn.Module):
 class Heads(nn.Module):
     """A weight for each head, as one product of batches of matrices."""
 
-    def __init__(self, outputs_first: bool) -> None:
+    def __init__(self, outputs_first: bool, on_the_left: bool = False) -> None:
         super().__init__()
-        self.outputs_first = outputs_first
+        self.outputs_first, self.on_the_left = outputs_first, on_the_left
         self.weight = nn.Parameter(torch.randn(2, 4, 3) if outputs_first else torch.randn(2, 3, 4))
 
     def forward(self, x: Tensor) -> Tensor:  # (batch, positions, heads, inputs)
+        if self.on_the_left:
+            return torch.bmm(self.weight, x.squeeze(1).permute(1, 2, 0)).permute(2, 0, 1).unsqueeze(1)
         weight = self.weight.mT if self.outputs_first else self.weight
         return torch.bmm(x.movedim(2, 0).flatten(1, 2), weight).unflatten(1, x.shape[:2]).movedim(0, 2)
 
@@ -86,6 +88,17 @@ class Thrice(nn.Module):
         for _ in range(3):
             x = torch.tanh(self.layer(x))
         return x
+
+
+class Frames(nn.Module):
+    """Frames folded into the batch, with as many channels and places as need no unfolding one by one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(16, 3, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(x.flatten(0, 1)).unflatten(0, x.shape[:2])
 
 
 def norms() -> nn.Module:
@@ -118,8 +131,12 @@ CASES = {
     "conv2d of one pixel": ends(lambda: nn.Conv2d(3, 4, 1, stride=2), 3, 6, 6),
     "conv2d of many channels": ends(lambda: nn.Conv2d(18, 20, 3, stride=2, padding=1, dilation=2), 18, 9, 8),
     "conv2d of many channels, in lines": ends(lambda: nn.Conv2d(18, 5, 3, padding=1, dilation=(1, 2)), 18, 8, 9),
+    "conv2d of many channels, with a stride along one axis": ends(
+        lambda: nn.Conv2d(16, 3, 3, padding=1, stride=(1, 2)), 16, 9, 18),
     "conv2d of many channels, in groups": ends(lambda: nn.Conv2d(36, 6, (3, 2), groups=2), 36, 5, 5),
     "conv1d of many channels": ends(lambda: nn.Conv1d(16, 3, 4, padding=2, dilation=3), 16, 20),
+    "conv1d of many channels, with a stride": ends(lambda: nn.Conv1d(16, 3, 3, stride=2), 16, 20),
+    "frames of many channels": ends(Frames, 2, 16, 8, 9),
     "conv3d": ends(lambda: nn.Conv3d(2, 4, 3, stride=(1, 2, 1), padding=(0, 1, 1), dilation=(1, 1, 2)), 2, 4, 5, 5),
     "conv3d of many channels": ends(lambda: nn.Conv3d(16, 3, (2, 1, 2)), 16, 3, 3, 4),
     "transposed conv1d": ends(lambda: nn.ConvTranspose1d(2, 4, 3, stride=2, output_padding=1), 2, 6),
@@ -132,6 +149,7 @@ CASES = {
     "by einsum": ends(lambda: Bare(by_einsum=True), 6, 5),
     "heads": ends(lambda: Heads(False), 6, 2, 3),
     "heads, outputs first": ends(lambda: Heads(True), 6, 2, 3),
+    "heads, on the left": ends(lambda: Heads(True, on_the_left=True), 1, 2, 3),
     "shared": Case("", Shared, holdfast.categorical, vectors(4, CLASSES)),
     "one convolution three times": ends(lambda: Thrice(nn.Conv2d(18, 18, 3, padding=1)), 18, 3, 3),
     "among norms": ends(norms, 2, 5, 5),
@@ -197,6 +215,72 @@ def test_expected_and_sampled_targets(name):
     drawn = holdfast.kronecker_fisher(case.model(), batches, case.likelihood, targets="sampled", seed=3)
     for weight, (_, term) in parts(drawn)[0].items():
         close(term.outputs, kronecker_loop(case, case.model(), labeled, "observed")[weight][0])
+
+
+TRACES = [
+    "mlp", "sequence", "conv2d", "conv2d by depth", "conv2d of many channels, in lines", "transposed conv2d",
+    "among norms", "frozen bias",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TRACES)
+@pytest.mark.parametrize("targets", ["expected", "observed"])
+def test_an_exact_trace_is_that_of_the_diagonal_fisher_and_all_else_is_as_it_was(name, targets):
+    """A layer is scaled as one, its groups and its bias together; what is no layer has no trace to be scaled to."""
+    case, batches = CASES[name], CASES[name].batches((5, 2))
+    plain, scaled = (
+        holdfast.kronecker_fisher(case.model(), batches, case.likelihood, targets=targets, exact_trace=each)
+        for each in (False, True)
+    )
+    exact = holdfast.diagonal_fisher(case.model(), batches, case.likelihood, targets=targets).entries
+    (before, rest), (layers, entries), moved = parts(plain), parts(scaled), []
+    for weight, (layer, term) in layers.items():
+        traces = [flat(holdfast.Kronecker({layer: (each,)}).diagonal()).sum() for each in (before[weight][1], term)]
+        close(traces[1], sum(exact[each].sum() for each in layer.shapes))
+        close(term.outputs, before[weight][1].outputs * traces[1] / traces[0])
+        close(term.inputs, before[weight][1].inputs)
+        moved.append(abs(float(traces[1] / traces[0]) - 1))
+    assert max(moved) > 1e-3
+    assert list(entries) == list(rest)
+    for each in entries:
+        close(entries[each], rest[each])
+
+
+@pytest.mark.parametrize("exact_trace", [False, True])
+def test_a_layer_that_no_gradient_reaches_is_zero(exact_trace):
+    """Dead units: no position counts, and there is no trace to be scaled to."""
+    body = nn.Sequential(nn.Linear(5, 4), nn.ReLU())
+    nn.init.constant_(body[0].bias, -100.0)
+    case = ends(lambda: body, 6, 5)
+    fisher = holdfast.kronecker_fisher(case.model(), case.batches((5, 2)), case.likelihood, exact_trace=exact_trace)
+    found = fisher.diagonal()
+    assert "body.0.weight" in parts(fisher)[0]
+    assert not found["body.0.weight"].any()
+    assert not found["body.0.bias"].any()
+    assert found["head.bias"].any()
+
+
+def test_inputs_count_once_for_each_example_however_many_classes_are_asked_about():
+    """One body under heads of two classes and of four: an exact Fisher has more columns for the second."""
+
+    class Turns(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.heads = nn.Linear(5, 4), nn.ModuleList(nn.Linear(4, classes) for classes in (2, 4))
+
+        def forward(self, task, x):
+            return self.heads[int(task[0])](torch.tanh(self.body(x)))
+
+    torch.manual_seed(0)
+    model = Turns().double()
+    batches = [
+        (torch.full((size,), task), torch.randn(size, 5, dtype=torch.float64), torch.arange(size) % 2)
+        for task, size in ((0, 4), (1, 5))
+    ]
+    forward = lambda model, batch: model(batch[0], batch[1])  # noqa: E731
+    fisher = holdfast.kronecker_fisher(model, batches, holdfast.categorical, targets="expected", forward=forward)
+    every = F.pad(torch.cat([x for _, x, _ in batches]), (0, 1), value=1.0)
+    close(parts(fisher)[0]["body.weight"][1].inputs[0], every.T @ every / 9)
 
 
 CUTS = [(3, 4), (6, 1), (1, 6), (1, 1, 5), (1,) * 7]
@@ -419,6 +503,17 @@ def test_sides_that_are_too_wide_are_their_diagonals(widest):
             assert (found.ndim == 3) == (size <= widest)
 
 
+def test_a_kernel_too_wide_for_a_matrix_is_its_diagonal_though_its_patches_need_no_unfolding():
+    case = ends(lambda: nn.Conv2d(16, 3, 3, padding=1), 16, 8, 8)
+    batches = case.batches((5, 2))
+    whole = parts(holdfast.kronecker_fisher(case.model(), batches, case.likelihood))[0]["body.weight"][1]
+    with pytest.warns(holdfast.HoldfastWarning, match=r"too wide for a matrix.*`body.weight` \(145 inputs\)"):
+        narrow = holdfast.kronecker_fisher(case.model(), batches, case.likelihood, widest=100)
+    term = parts(narrow)[0]["body.weight"][1]
+    close(term.outputs, whole.outputs)
+    close(term.inputs, whole.inputs.diagonal(dim1=1, dim2=2))
+
+
 @pytest.mark.parametrize("widest", [0, -1, 2.0, True, None])
 def test_a_width_that_is_none_is_refused(widest):
     case = CASES["mlp"]
@@ -619,13 +714,14 @@ def test_a_classifier_does_not_count_padding_either(targets):
         torch.testing.assert_close(tensor, long[name])
 
 
-def test_a_position_counts_if_any_class_has_a_gradient_there():
-    """A class that is out of the question has none, and comes first."""
+@pytest.mark.parametrize("out", [0, 1, 2])
+def test_a_position_counts_if_any_class_has_a_gradient_there(out):
+    """A class that is out of the question has none, whether it comes first or last."""
     torch.manual_seed(0)
     model = Pooled()
     with torch.no_grad():
         model.last.weight.mul_(0.1)
-        model.last.bias.copy_(torch.tensor([-1e4, 0.0, 0.0]))
+        model.last.bias.copy_(-1e4 * F.one_hot(torch.tensor(out), 3))
     words, y = torch.randint(1, 20, (30, 4)), torch.randint(1, 3, (30,))
     fisher = holdfast.kronecker_fisher(model, [(words, y)], holdfast.categorical, targets="expected")
     (kron,) = [term for term in fisher.terms if isinstance(term, holdfast.Kronecker)]

@@ -131,6 +131,18 @@ def test_steps_in_turned_coordinates_are_recorded_where_they_end(first):
     close(path.integral, {name: -grads[name] * (p.detach() - begun[name]) for name, p in model.named_parameters()})
 
 
+def test_the_integral_that_is_given_is_a_copy():
+    model, x, y = start()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with holdfast.recorded_path(optimizer, model) as path:
+        train(optimizer, model, x, y, steps=1)
+        given = path.integral
+        once = {name: omega.clone() for name, omega in given.items()}
+        train(optimizer, model, x, y, steps=1)
+    close(given, once)
+    assert not torch.equal(path.integral["0.weight"], once["0.weight"])
+
+
 def test_with_small_steps_the_path_adds_up_to_the_fall_of_the_loss():
     model, x, y = start()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
@@ -479,13 +491,20 @@ class TestRefusals:
         with pytest.raises(holdfast.InertError, match="the loss fell along no weight"):
             path.precision(num_data=N)
 
-    def test_a_path_that_is_not_finite(self):
+    @pytest.mark.parametrize("where", ["on the way and at its end", "on the way", "at its end"])
+    def test_a_path_that_is_not_finite(self, where):
         model, x, y = start()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         with holdfast.recorded_path(optimizer, model) as path:
             train(optimizer, model, x, y, steps=1)
-            model[2].bias.grad.fill_(torch.nan)
-            optimizer.step()
+            kept = model[2].bias.detach().clone()
+            if where.startswith("on the way"):
+                model[2].bias.grad.fill_(torch.nan)
+                optimizer.step()
+            if not where.endswith("at its end"):
+                model[2].bias.data.copy_(kept)  # a checkpoint from before
+            elif where == "at its end":
+                model[2].bias.data[0] = torch.inf
         with pytest.raises(holdfast.DataError, match=r"path of `2.bias` is not finite.*diverge"):
             path.precision(num_data=N)
 

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 import holdfast
-from holdfast.curvature import RULES, Lookup, Products, Rows
-from holdfast.curvature.forms import Limit, Shifted
+from holdfast.curvature import RULES, Form, Lookup, Products, Rows
+from holdfast.curvature.forms import Limit, Shifted, add_outer_
 from oracles import relative_errors, squares_loop
 
 LIMIT = Limit(1 << 20)
@@ -72,6 +72,43 @@ def test_forms_of_one_weight_join_by_the_sum_of_their_gradients(name):
     whole.add_squares_(total, LIMIT)
     torch.testing.assert_close(total, written.square().sum(0))  # summed, then squared
     assert Rows(torch.zeros(6, 2)).with_more([products(1)]) is None
+
+
+def test_products_of_another_number_of_groups_do_not_join():
+    assert products(5).with_more([products(5, 2)]) is None
+    assert products(5).with_more([products(4), products(5, 2)]) is None
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(4, 3), (320, 256)])  # made apart from their total, and into it
+def test_outer_products_are_added_to_their_total(rows, columns):
+    torch.manual_seed(0)
+    left, right = (torch.randn(6, 1, 1, size, dtype=torch.float64) for size in (rows, columns))
+    total = torch.ones(rows, columns, dtype=torch.float64)
+    add_outer_(total, left, right)
+    torch.testing.assert_close(total, 1 + sum(torch.outer(left[n, 0, 0], right[n, 0, 0]) for n in range(6)))
+
+
+class Halves(Form):
+    """A form of one's own, which says no more than its gradients: here one half of what it was given."""
+
+    def __init__(self, rows: torch.Tensor) -> None:
+        self.rows, self.shape, self.examples = rows, rows.shape[1:], len(rows)
+
+    def scores(self, start, stop):
+        return self.rows[start:stop] / 2
+
+    def only(self, example):
+        return Halves(self.rows[example : example + 1])
+
+    def with_more(self, others):
+        return None
+
+
+@pytest.mark.parametrize("memory", [1 << 20, 12 * 8 * 4, 12 * 8])  # all examples at once, four of them, and one
+def test_a_form_of_ones_own_has_its_squares_from_its_gradients(memory):
+    rows, total = torch.randn(6, 4, 3, dtype=torch.float64), torch.ones(4, 3, dtype=torch.float64)
+    Halves(rows).add_squares_(total, Limit(memory))
+    torch.testing.assert_close(total, 1 + rows.square().sum(0) / 4)
 
 
 def test_a_transposed_total_takes_the_transposed_products():

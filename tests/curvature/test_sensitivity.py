@@ -1,10 +1,14 @@
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 
 import holdfast
 from cases import CASES, Recurrent, Shared, Tied, relu_mlp
-from holdfast.curvature.magnitudes import Magnitudes
+from holdfast.curvature import Products
+from holdfast.curvature.forms import Limit
+from holdfast.curvature.magnitudes import Magnitudes, add_magnitudes_
 from oracles import call, examples, trained
 
 TWO_CUTS = (5, 2)
@@ -110,6 +114,17 @@ def test_neither_cuts_nor_memory_change_it(name):
     ):
         check(found.entries, whole.entries)
         assert found.num_data == 7
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_what_is_unfolded_for_one_place_is_taken_some_examples_at_a_time(groups):
+    """Five examples, of which two fit into the memory."""
+    torch.manual_seed(0)
+    left, right = (torch.randn(5, groups, 1, size, dtype=torch.float64) for size in (4, 3))
+    form = replace(Products.of(left, right, torch.Size((groups * 4, 3)), inputs_left=False), share=100)
+    total = torch.ones(form.shape, dtype=torch.float64)
+    add_magnitudes_(total, form, Limit(200), "a weight")
+    torch.testing.assert_close(total, 1 + form.scores(0, 5).abs().sum(0))
 
 
 def test_a_linear_map_has_it_in_closed_form():

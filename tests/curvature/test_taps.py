@@ -61,6 +61,7 @@ LAYERS = {
     "conv2d of many channels, in lines": (lambda: nn.Conv2d(18, 5, 3, padding=1, dilation=(1, 2)), (18, 12, 14)),
     "conv2d of many channels in groups, in lines": (lambda: nn.Conv2d(32, 6, (3, 2), groups=2), (32, 9, 9)),
     "conv1d of many channels": (lambda: nn.Conv1d(16, 3, 4, padding=2, dilation=3), (16, 20)),
+    "conv1d of many channels with stride": (lambda: nn.Conv1d(16, 3, 3, stride=2), (16, 20)),
     "conv3d of many channels": (lambda: nn.Conv3d(16, 3, (2, 1, 2)), (16, 5, 4, 9)),
     "conv2d of many channels in groups": (lambda: nn.Conv2d(36, 6, (3, 2), groups=2), (36, 5, 5)),
     "conv2d over all of an image": (lambda: nn.Conv2d(3, 4, 6), (3, 6, 6)),
@@ -104,6 +105,8 @@ LAYERS = {
     "flattened by hand, time first": (lambda: Flattens(time_first=True), (6, 5)),
     "weight norm": (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(5, 4)), (6, 5)),
     "bare parameters": (lambda: Bare(), (6, 5)),
+    "bare parameters on the left": (lambda: Lefts(), (6, 5)),
+    "weights repeated within an example": (lambda: Repeats(), (6, 5)),
     "einsum": (lambda: Einsum(), (6, 5)),
     "one layer three times": (lambda: Thrice(nn.Linear(5, 5)), (6, 5)),
     "one convolution three times": (lambda: Thrice(nn.Conv2d(2, 2, 3, padding=1)), (2, 5, 5)),
@@ -117,6 +120,7 @@ LAYERS = {
 # What no rule serves, and why; everything else is tapped in full.
 GENERAL = {
     "bilinear": {"body.bilinear.weight": "Trilinear"},
+    "weights repeated within an example": {"body.twice": "does not cover this use"},
 }
 
 
@@ -209,6 +213,30 @@ class Bare(nn.Module):
         x = torch.cat([self.token.expand(len(x), -1, -1), x], 1) + self.positions[:, :7]
         x = self.scale * x / self.temperature - self.offset
         return x * (1 + self.shift) + torch.tanh(self.table)[torch.arange(7) % 4]
+
+
+class Lefts(nn.Module):
+    """What is taken from a parameter, divided into it, and added to it several times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.whole, self.over = nn.Parameter(torch.randn(5)), nn.Parameter(torch.randn(6, 1))
+        self.thrice, self.less = nn.Parameter(torch.randn(5)), nn.Parameter(torch.randn(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.whole - x) + self.over / (2 + torch.tanh(x))
+        return torch.tanh(torch.add(x, self.thrice, alpha=3)) + torch.tanh(torch.sub(x, self.less, alpha=2))
+
+
+class Repeats(nn.Module):
+    """A row for every example, and one that every example has several times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.once, self.twice = nn.Parameter(torch.randn(1, 6, 5)), nn.Parameter(torch.randn(1, 3, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.tanh(self.once.repeat(len(x), 1, 1)) + torch.sin(self.twice.repeat(len(x), 2, 1) * x)
 
 
 class Einsum(nn.Module):
@@ -322,6 +350,20 @@ def test_taps_and_the_general_path_agree(name, targets):
     )
     errors = relative_errors(quick.entries, slow.entries)
     assert max(errors.values()) <= 1e-9, errors
+
+
+SIGNED = ["layer norm", "group norm", "prelu", "weight norm", "bare parameters", "bare parameters on the left"]
+
+
+@pytest.mark.parametrize("name", SIGNED)
+def test_gradients_have_their_signs_which_their_squares_do_not_show(name):
+    """In a dense Fisher each stands beside those of all other parameters."""
+    model, batch = case(name, torch.float64)
+    quick, slow = (
+        holdfast.dense_fisher(model, [batch], holdfast.categorical, targets="observed", taps=taps)
+        for taps in (True, False)
+    )
+    torch.testing.assert_close(quick.matrix, slow.matrix, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", LAYERS)

@@ -187,9 +187,9 @@ def test_rotated_is_exact_for_one_term_and_the_projection_for_several(layer):
 
 @pytest.mark.parametrize("wide", [(False, False), (True, False), (False, True), (True, True)])
 def test_turning_into_another_basis_keeps_the_diagonal_there(layer, wide):
-    rotated, others = made(layer, 3).rotated(), made(layer, seed=5, wide=wide).rotated()
-    for bases in ({layer: rotated.layers[layer][0]}, {layer: others.layers[layer][0]}):
-        turned = rotated.turned(bases)
+    several, other = made(layer, 3).rotated(), made(layer, seed=5, wide=wide).rotated()
+    for rotated, target in itertools.product((several, other), repeat=2):
+        turned = rotated.turned({layer: target.layers[layer][0]})
         basis, entries = turned.layers[layer]
         unit = holdfast.Rotated({layer: (basis, torch.ones_like(entries))})
         torch.testing.assert_close(unit.dense(), torch.eye(len(unit.dense()), dtype=torch.float64))
@@ -198,7 +198,17 @@ def test_turning_into_another_basis_keeps_the_diagonal_there(layer, wide):
             one[group, o, i] = 1
             direction = layer.tensors(basis.back(one))
             torch.testing.assert_close(entries[group, o, i], rotated.quadratic(direction))
-    torch.testing.assert_close(rotated.turned({layer: rotated.layers[layer][0]}).dense(), rotated.dense())
+        if target is rotated:
+            torch.testing.assert_close(turned.dense(), rotated.dense())
+
+
+def test_what_is_solved_for_has_nothing_in_free_directions(layer):
+    rotated = made(layer).rotated()
+    ((basis, entries),) = rotated.layers.values()
+    entries[:, 0], entries[:, :, -1] = 0, 0
+    free, vector = holdfast.Rotated({layer: (basis, entries)}), delta_of(layer)
+    solved = torch.linalg.pinv(free.dense(), hermitian=True) @ flat(vector)
+    torch.testing.assert_close(flat(free.solve(vector)), solved)
 
 
 # Too large for a dense matrix
@@ -569,6 +579,15 @@ def test_rotated_sums_are_merged_in_the_memory_of_one():
     vectors = torch.kron(basis.outputs[0], basis.inputs[0])
     exact = (vectors.T @ (one(1).dense() + one(2).dense()) @ vectors).diagonal()
     torch.testing.assert_close((vectors.T @ both.dense() @ vectors).diagonal(), exact)
+
+
+def test_a_rotated_layer_counts_its_data_by_itself():
+    """In a sum, the sum counts for it."""
+    one = made(Layer("w", None, torch.Size([3, 4]), 1, 3, False)).rotated()
+    other = made(Layer("v", None, torch.Size([3, 4]), 1, 3, False), seed=1).rotated()
+    assert one.num_data == 30
+    assert (0.5 * one).num_data == 15
+    assert [source.num_data for source in (one + other).sources] == [30, 30]
 
 
 def test_taking_all_of_a_term_out_leaves_the_rest():

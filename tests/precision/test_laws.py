@@ -196,14 +196,14 @@ def test_taking_out_leaves_no_rounding_below_zero_and_no_more_than_there_is():
         dense(1) - 1000 * diagonal(2)
 
 
-@pytest.mark.parametrize("make", [dense, lowrank])
-def test_autocast_does_not_reach_the_matrix(make):
-    full = make(1).to(dtype=torch.float32)
+def test_autocast_does_not_reach_the_matrix(precision):
+    full = precision.to(dtype=torch.float32)
     delta = {name: value.float() for name, value in vector().items()}
     calls = {
         "matvec": lambda: full.matvec(delta),
         "quadratic": lambda: dict.fromkeys(full.shapes, full.quadratic(delta)),
         "solve": lambda: full.solve(delta),
+        "diagonal": full.diagonal,
         "sample": lambda: full.sample(torch.Generator().manual_seed(0)),
     }
     exact = {name: call() for name, call in calls.items()}

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import abc
 import functools
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -242,11 +241,7 @@ class Shifted(Form):
             return _joined([each.pieces[place]() for each in (self, *same)])
 
         pieces = tuple(functools.partial(piece, place) for place in range(len(self.pieces)))
-        seen = [each.patches for each in (self, *same)]
-        patches = tuple(itertools.chain(*seen)) if all(seen) else ()
-        return replace(
-            self, pieces=pieces, whole=lambda: _joined([each.whole() for each in (self, *same)]), patches=patches
-        )
+        return replace(self, pieces=pieces, whole=lambda: _joined([each.whole() for each in (self, *same)]), patches=())
 
     def add_squares_(self, total: Tensor, limit: Limit, name: str = "a parameter") -> None:
         flat = total.view(*self.shape[:2], len(self.pieces))
