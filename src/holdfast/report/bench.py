@@ -10,11 +10,12 @@ from pathlib import Path
 from ..bench.results import Result, bundle, collected, write_whole
 from ..errors import ArgumentError, DataError
 from .canvas import Mark, marks
+from .entries import Section, distinct
 from .figures import curves
 from .fronts import front, timing
 from .matrices import matrix
 from .page import rendered
-from .sections import Section, distinct, sections
+from .sections import sections
 from .tables import comparisons, leaderboard, sweep, tables
 from .texts import csv as as_csv
 from .texts import markdown as as_markdown

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..bench.measures import Run, by_method, spread
 from .canvas import COLORS, Mark, beside, legend, picture, plain, size, stretched
-from .sections import Section
+from .entries import Section
 
 
 def forgetting(runs: Sequence[Run]) -> str:

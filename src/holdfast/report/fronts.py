@@ -10,7 +10,7 @@ from typing import Any
 
 from ..bench.measures import Run, spread
 from .canvas import Mark, beside, legend, picture, plain, short, size, stretched
-from .sections import Entry, Section
+from .entries import Entry, Section
 
 # Where a label may stand, in points from its mark: near before far, at the right before elsewhere.
 _WAYS = ((1, 0), (-1, 0), (0, 1), (0, -1), (1, 1), (1, -1), (-1, 1), (-1, -1))

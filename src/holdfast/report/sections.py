@@ -1,117 +1,20 @@
-"""Results sorted for reading: a section for each protocol, an entry for each method at each strength."""
+"""Results sorted into sections and entries: which run of a seed counts, and what may stand together."""
 
 from __future__ import annotations
 
 import json
-import statistics
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import asdict, replace
 
-from ..bench.catalog import METHODS
-from ..bench.measures import Run
 from ..bench.protocols import PROTOCOLS
-from ..bench.results import Result, differing, grouped, numbers
+from ..bench.results import Result, differing, grouped
+from .entries import Entry, Section, device_of
 
 # What of how a run was made tells entries apart, and what is said of it where it differs.
 _APART = ("version", "device", "data")
 _MADE = {
     "versions of the code": "version", "devices": "device", "files of the data": "data", "versions of torch": "torch",
 }  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One method at one strength: a result for each seed, and what the strength was chosen on, if it was chosen.
-
-    Runs of another version of the code or on another device make an entry of their own, which `made_with` tells apart;
-    of what was asked to stand together it is silent.
-    """
-
-    method: str
-    strength: float | None
-    chosen_on: str
-    made_with: str
-    results: tuple[Result, ...]
-
-    @property
-    def label(self) -> str:
-        """The method and its strength, where it has one and its name does not say it."""
-        said = "" if self.strength is None else f"strength {self.strength:g}"
-        return self._called(f", {said}" if said and not self.method.endswith(said) else "")
-
-    @property
-    def name(self) -> str:
-        """The label for a picture, where room is dear: strength 1 is what is meant when none is told."""
-        told = self.strength is not None and (self.strength != 1 or self.chosen_on)
-        return self._called(f" at {self.strength:g}" if told else "")
-
-    def _called(self, strength: str) -> str:
-        made = f" [{self.made_with}]" if self.made_with else ""
-        return self.method + strength + (" (chosen)" if self.chosen_on else "") + made
-
-    @property
-    def runs(self) -> list[Run]:
-        return [one.run for one in self.results]
-
-    @property
-    def seeds(self) -> list[int]:
-        return [one.run.seed for one in self.results]
-
-    @property
-    def average(self) -> float:
-        """The mean over seeds of the average accuracy."""
-        return statistics.fmean(run.average for run in self.runs)
-
-    @property
-    def devices(self) -> list[str]:
-        """What its runs were made on."""
-        return sorted({_device(one) for one in self.results})
-
-    @property
-    def in_turn(self) -> bool:
-        return all(run.in_turn for run in self.runs)
-
-    @property
-    def keeps_data(self) -> bool:
-        """Whether it may look at old data, as joint training does: no rival of those that may not."""
-        known = METHODS.get(self.method)
-        said = self.results[0].job.get("keeps_data", known is not None and known.keeps_data)
-        return bool(said) or self.method.lower().startswith("joint") or not self.in_turn
-
-
-@dataclass(frozen=True)
-class Section:
-    """A protocol with its entries, the best first, and what a reader should know before comparing them.
-
-    `tried` are the runs on validation data by which strengths were chosen, `device` the one whose runs go first where
-    those of several stand together.
-    """
-
-    protocol: str
-    title: str
-    tasks: int
-    description: str
-    entries: tuple[Entry, ...]
-    notes: tuple[str, ...]
-    tried: tuple[Result, ...] = ()
-    device: str = ""
-
-    @property
-    def results(self) -> list[Result]:
-        return [one for entry in self.entries for one in entry.results]
-
-    @property
-    def timed(self) -> list[Entry]:
-        """The entries whose seconds can be compared: those of one device, or all, if every label tells its own."""
-        return [entry for entry in self.entries if not self.device or entry.devices == [self.device]]
-
-    @property
-    def settings(self) -> list[tuple[str, str]]:
-        """What all its jobs have in common: the protocol in its numbers."""
-        jobs = [one.job for one in self.results]
-        apart = differing(jobs)
-        common = {name: value for job in jobs for name, value in numbers(job).items() if name not in apart}
-        return [(name.replace("_", " "), _plain(value)) for name, value in common.items() if value not in (None, "")]
 
 
 def sections(results: Sequence[Result], *, across: Collection[str] = ()) -> list[Section]:
@@ -141,7 +44,7 @@ def _section(
     telling = [name for name in apart if len({str(one.made.get(name)) for one in results}) > 1]
     # Where devices stand together, one of them goes first: costs compare on one device alone.
     first = "" if "device" in apart else _most_used(results)
-    for one in sorted(results, key=lambda one: (_device(one) == first, one.date)):
+    for one in sorted(results, key=lambda one: (device_of(one) == first, one.date)):
         made = ", ".join(str(one.made.get(name, "unknown")) for name in telling)
         latest.setdefault((one.run.method, one.strength, _chosen_on(one), made), {})[one.run.seed] = one
     entries = [
@@ -176,8 +79,8 @@ def _most_used(results: Sequence[Result]) -> str:
     """The device that made most runs, a seed counted once however often it was run; of equals the one used last."""
     runs: dict[str, set[tuple[object, ...]]] = {}
     for one in results:
-        runs.setdefault(_device(one), set()).add((one.run.method, one.strength, _chosen_on(one), one.run.seed))
-    latest = {_device(one): one.date for one in sorted(results, key=lambda one: one.date)}
+        runs.setdefault(device_of(one), set()).add((one.run.method, one.strength, _chosen_on(one), one.run.seed))
+    latest = {device_of(one): one.date for one in sorted(results, key=lambda one: one.date)}
     return max(sorted(runs), key=lambda device: (len(runs[device]), latest[device]))
 
 
@@ -204,11 +107,7 @@ def _alike_in_cost(results: Sequence[Result]) -> tuple[Result, ...]:
 
 
 def _devices(results: Iterable[Result]) -> set[str]:
-    return {_device(one) for one in results}
-
-
-def _device(one: Result) -> str:
-    return str(one.made.get("device") or "unknown")
+    return {device_of(one) for one in results}
 
 
 def _notes(entries: Sequence[Entry], kept: Sequence[Result], others: int, device: str) -> list[str]:
@@ -235,11 +134,6 @@ def _notes(entries: Sequence[Entry], kept: Sequence[Result], others: int, device
     return notes
 
 
-def distinct(values: Iterable[object]) -> list[str]:
-    """What is there, once each and in order; nothing counts for nothing."""
-    return sorted({_plain(value) for value in values if value not in (None, "")})
-
-
 def _tasks(result: Result) -> int:
     return len(result.run.accuracy[-1])
 
@@ -247,11 +141,3 @@ def _tasks(result: Result) -> int:
 def _chosen_on(result: Result) -> str:
     found = result.made.get("strength_chosen_on")
     return found if isinstance(found, str) and found else "validation data" if result.chosen else ""
-
-
-def _plain(value: object) -> str:
-    if isinstance(value, Mapping):
-        return ", ".join(f"{name} {_plain(part)}" for name, part in value.items())
-    if isinstance(value, (list, tuple)):
-        return ", ".join(map(_plain, value))
-    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from ..bench.measures import Run, at_an_end, best, paired, spread
 from ..bench.published import Published, published
 from ..bench.results import Result
-from .sections import Entry, Section, sections
+from .entries import Entry, Section
+from .sections import sections
 
 DASH = "–"
 
