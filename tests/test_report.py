@@ -517,6 +517,15 @@ def test_runs_of_several_versions_or_devices_stand_together_where_that_is_asked_
     assert bench_page(results, across=["version"]) != bench_page(results)
 
 
+@pytest.mark.parametrize(
+    ("last", "told"), [("2026-01-01T22:00:00+00:00", "2026-01-01"), ("2026-01-03", "2026-01-01 to 2026-01-03")]
+)
+def test_when_runs_were_made_is_told_in_days(last, told):
+    dates = ("2026-01-01T03:00:00+00:00", last)
+    page = bench_page([result("EWC", seed, [[0.9]], made={"date": date}) for seed, date in enumerate(dates)])
+    assert f"<dt>date</dt><dd>{told}</dd>" in page
+
+
 def test_a_seed_of_several_devices_counts_by_the_one_with_most_runs_however_old():
     right = {"cpu": [[0.9, 0.1], [0.8, 0.9]], "H200": [[0.9, 0.1], [0.4, 0.9]]}
     made = [("EWC", 0, "cpu"), ("EWC", 1, "cpu"), ("SI", 0, "cpu"), ("EWC", 0, "H200"), ("EWC", 2, "H200")]

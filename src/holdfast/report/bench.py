@@ -21,7 +21,10 @@ from .texts import csv as as_csv
 from .texts import markdown as as_markdown
 
 _SHOWN = 8  # values of a fact; of more, how many there are
-_NAMES = {"version": "holdfast", "command": "command", "device": "device", "torch": "torch"}
+_NAMES = {
+    "version": "holdfast", "command": "command", "device": "device", "torch": "torch",
+    "data": "digest of the files of the data", "date": "date",
+}  # fmt: skip
 
 
 def bench_page(
@@ -135,7 +138,8 @@ def _facts(results: Sequence[Result]) -> list[tuple[str, list[str]]]:
     for name in names:
         values = distinct(one.made.get(name) for one in results)
         if name == "date" and len(values) > 1:
-            values = [f"{values[0]} to {values[-1]}"]
+            days = distinct(value.split("T")[0] for value in values)
+            values = [" to ".join(dict.fromkeys((days[0], days[-1])))]
         if len(values) > _SHOWN:
             values = [*values[:_SHOWN], f"and {len(values) - _SHOWN} more"]
         if values:
