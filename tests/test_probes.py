@@ -177,6 +177,18 @@ class TestJoined:
         assert ((a + b) + a).num_data == 600
         assert (a + holdfast.gaussian_probes([inputs()], rank=2)).num_data == 600  # another covariance: not the same
 
+    @pytest.mark.parametrize(
+        "probes", [holdfast.gaussian_probes([torch.arange(12.0).view(4, 3)]), holdfast.kept_inputs(torch.ones(4, 3))]
+    )
+    def test_the_same_data_in_two_amounts_is_refused(self, probes):
+        """Decayed in one of two memories: neither amount is right for both, and their sum counts it twice."""
+        for first, second in ((probes, probes.thinned(0.5)), (probes.thinned(0.5), probes)):
+            with pytest.raises(
+                holdfast.MismatchError, match=f"for {first.num_data:g} of the old data .* {second.num_data:g}"
+            ):
+                first + second
+        assert (probes.thinned(0.5) + probes.thinned(0.5)).num_data == 2
+
     def test_merged_has_the_moments_of_all_the_data(self):
         parts = [inputs(100), inputs(300, seed=1) + 2]
         probes = [holdfast.gaussian_probes([part], rank=6) for part in parts]

@@ -97,5 +97,15 @@ def require_one_range(ranges: list[tuple[float, float]]) -> None:
         )
 
 
+def require_one_amount(mine: float, theirs: float) -> None:
+    """Raise where the same inputs stand for two amounts of data: once for either, or for both, is not to be told."""
+    if mine != theirs:
+        raise MismatchError(
+            f"these probes are of the same inputs, which stand for {mine:g} of the old data in one and for {theirs:g} "
+            "in the other: one was decayed since, or each stands for data of its own. Keep one of the two, or make "
+            "them anew with num_data= for both."
+        )
+
+
 def _said(value: object) -> str:
     return str(tuple(value)) if isinstance(value, torch.Size) else repr(value)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..curvature.batches import LABELS
 from ..errors import ArgumentError, DataError, require_number
 from ..params import unwrapped
-from .base import MOST, Probes, drawn_rows, require_one_range
+from .base import MOST, Probes, drawn_rows, require_one_amount, require_one_range
 from .layer import captured
 from .moments import Moments, longest
 
@@ -136,7 +136,12 @@ class GaussianProbes(Probes):
 
     def plus(self, other: Self) -> Self:
         # The same evidence, come by two ways, counts once.
-        new = [each for each in other.components if not any(_same(each, mine) for mine in self.components)]
+        new = []
+        for each in other.components:
+            there = [mine for mine in self.components if _same(each, mine)]
+            for mine in there:
+                require_one_amount(mine.num_data, each.num_data)
+            new += [] if there else [each]
         return replace(self, components=(*self.components, *new))
 
     def thinned(self, factor: float) -> Self:
@@ -230,7 +235,7 @@ def gaussian_probes(
 
 def _same(one: Component, other: Component) -> bool:
     pairs = ((one.mean, other.mean), (one.rest, other.rest), (one.factors, other.factors))
-    return one.num_data == other.num_data and all(torch.equal(a, b.to(a)) for a, b in pairs)
+    return all(torch.equal(a, b.to(a)) for a, b in pairs)
 
 
 def _inputs(batch: Any, index: int) -> Tensor:

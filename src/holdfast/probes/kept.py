@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ArgumentError, MismatchError, require_number
-from .base import MOST, Probes, drawn_rows, require_one_range
+from .base import MOST, Probes, drawn_rows, require_one_amount, require_one_range
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -72,6 +72,7 @@ class KeptInputs(Probes):
 
     def plus(self, other: Self) -> Self:
         if self.inputs.shape == other.inputs.shape and torch.equal(self.inputs, other.inputs.to(self.inputs)):
+            require_one_amount(self.num_data, other.num_data)
             return self  # the same evidence, come by two ways, counts once
         weights = torch.cat([self.weights, other.weights])
         return replace(self, inputs=torch.cat([self.inputs, other.inputs]), weights=weights)
