@@ -112,7 +112,24 @@ def structures() -> list[str]:
     for name in ("structures-speed-cpu", "structures-speed-h200"):
         lines += ["", "What the Fishers cost, of a plain forward and backward pass. " + curvature(name)[0]]
         lines += curvature(name)[1:]
-    return [*lines, "", *kronecker_pull("kronecker-pull-h200"), *kronecker_pull("kronecker-pull-cpu")[2:]]
+    lines += ["", *kronecker_pull("kronecker-pull-h200"), *kronecker_pull("kronecker-pull-cpu")[2:]]
+    return [*lines, "", *grams()]
+
+
+def grams() -> list[str]:
+    """What the inputs' factor of a convolution takes, by how it is made."""
+    found = json.loads((RESULTS / "grams-cpu.json").read_text(encoding="utf-8"))
+    ways = list(next(iter(found["layers"].values())))
+    lines = [
+        f"A of a 3×3 convolution, ms for {found['examples']} pictures. {found['device'].split(',')[0]}, "
+        f"{found['threads']} threads, torch {found['torch']}, {found['date']}:",
+        "",
+        f"| layer | {' | '.join(ways)} |",
+        "|---|" + "---|" * len(ways),
+    ]
+    for layer, times in found["layers"].items():
+        lines.append(f"| {layer} | {' | '.join(format(times[way]['ms'], '.0f') for way in ways)} |")
+    return lines
 
 
 def kronecker_pull(name: str) -> list[str]:
