@@ -16,12 +16,14 @@ import platform
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from models import wait
 from torch import Tensor
 
 import holdfast
@@ -72,27 +74,19 @@ def measured(channels: int, side: int, examples: int, rounds: int, device: str) 
     torch.manual_seed(0)
     seen = F.pad(torch.randn(examples, 1, channels, side, side), 4 * (1,)).relu()
     patches = Patches(seen.to(device), (3, 3), (1, 1), (side, side))
-    right = unfolded_by_examples(Patches(seen.double(), *(getattr(patches, name) for name in _SHAPED)))
+    right = unfolded_by_examples(replace(patches, under=seen.double()))
     errors = {}
     times: dict[str, list[float]] = {name: [] for name in WAYS}
     for turn in range(rounds + 1):  # the first warms up
         for name, way in WAYS.items():
-            _wait(device)
+            wait(device)
             start = time.perf_counter()
             found = way(patches)
-            _wait(device)
+            wait(device)
             if turn:
                 times[name].append(1e3 * (time.perf_counter() - start))
             errors[name] = float((found.cpu().double() - right).abs().max() / right.abs().max())
     return {name: {"ms": statistics.median(times[name]), "error": errors[name]} for name in WAYS}
-
-
-_SHAPED = ("kernel", "dilation", "places")
-
-
-def _wait(device: str) -> None:
-    if device.startswith("cuda"):
-        torch.cuda.synchronize()
 
 
 def main() -> None:

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from models import GPT, cnn, images, mlp, sequences
+from models import GPT, cnn, images, mlp, sequences, wait
 from torch import Tensor, nn
 
 import holdfast
@@ -109,11 +109,11 @@ def measured(name: str, rounds: int, device: str) -> dict[str, Any]:
             with held:
                 if not every:
                     step(each)
-                _wait(device)
+                wait(device)
                 begun = time.perf_counter()
                 for _ in range(every or setting.steps):
                     step(each)
-                _wait(device)
+                wait(device)
                 if turn >= 2:
                     times[each].append((time.perf_counter() - begun) / (every or setting.steps))
     ratios = {
@@ -131,11 +131,6 @@ def measured(name: str, rounds: int, device: str) -> dict[str, Any]:
 def _base(way: str) -> str:
     """The plain step that a way is a ratio to."""
     return "SGD" if "SGD" in way else "Adam"
-
-
-def _wait(device: str) -> None:
-    if device != "cpu":
-        torch.cuda.synchronize()
 
 
 def table(runs: list[dict[str, Any]], device: str) -> str:

@@ -1,4 +1,4 @@
-"""The models and data that the programs here are timed on."""
+"""The models and data that the programs here are timed on, and the end of what is timed."""
 
 from __future__ import annotations
 
@@ -57,3 +57,9 @@ def images(batch: int, *shape: int) -> tuple[Tensor, Tensor]:
 def sequences(batch: int, length: int, vocabulary: int) -> tuple[Tensor, Tensor]:
     ids = torch.randint(0, vocabulary, (batch, length))
     return ids, ids
+
+
+def wait(device: str) -> None:
+    """Until a GPU has done what it was asked for."""
+    if device != "cpu":
+        torch.cuda.synchronize()

@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 from hold import SETTINGS, Setting
+from models import wait
 from torch import nn
 
 import holdfast
@@ -80,14 +81,14 @@ def timed(setting: Setting, names: list[str], rounds: int, device: str) -> dict[
             with held:
                 for step in range(setting.steps + 1):
                     if step == 1:
-                        _wait(device)
+                        wait(device)
                         begun = time.perf_counter()
                     optimizer.zero_grad()
                     with torch.autocast(device, torch.bfloat16) if setting.autocast else nullcontext():
                         out = model(x)
                     nn.functional.cross_entropy(out.flatten(0, -2).float(), y.flatten()).backward()
                     optimizer.step()
-                _wait(device)
+                wait(device)
                 if turn >= 2:
                     times[way].append((time.perf_counter() - begun) / setting.steps)
     rows = []
@@ -141,11 +142,6 @@ def _train(model: nn.Module, task: Task, optimizer: torch.optim.Optimizer, seed:
 @torch.no_grad()
 def _right(model: nn.Module, task: Task) -> float:
     return float((task.logits(model, task.test.x).argmax(1) == task.test.y).float().mean())
-
-
-def _wait(device: str) -> None:
-    if device != "cpu":
-        torch.cuda.synchronize()
 
 
 def table(found: dict[str, Any]) -> str:

@@ -69,7 +69,7 @@ class Job:
         return {
             "protocol": self.protocol.name,
             "description": self.protocol.about,
-            "numbers": _plain(dataclasses.asdict(self.protocol)),
+            "numbers": numbers_of(self.protocol),
             "method": self.method,
             "strength": float(self.strength) if METHODS[self.method].has_strength else None,
             "seed": self.seed,
@@ -252,6 +252,11 @@ def chosen(found: Mapping[Job, Run], candidates: Callable[[Job], bool]) -> float
         if job.validating and candidates(job):
             scores.setdefault(job.strength, []).append(made.average)
     return best({strength: sum(each) / len(each) for strength, each in scores.items()})
+
+
+def numbers_of(protocol: Protocol) -> dict[str, Any]:
+    """A protocol as results tell it."""
+    return {key: _plain(value) for key, value in dataclasses.asdict(protocol).items()}
 
 
 def _plain(value: Any) -> Any:

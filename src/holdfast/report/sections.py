@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 
+from ..bench.jobs import numbers_of
 from ..bench.protocols import PROTOCOLS
 from ..bench.results import Result, differing, grouped
 from .entries import Entry, Section, device_of
@@ -63,7 +63,7 @@ def _description(protocol: str, kept: Sequence[Result]) -> str:
     if not told:
         return ""
     known = PROTOCOLS.get(protocol)
-    if known is not None and not differing([told[-1].job, {"numbers": json.loads(json.dumps(asdict(known)))}]):
+    if known is not None and not differing([told[-1].job, {"numbers": numbers_of(known)}]):
         return known.about
     return str(told[-1].job["description"])
 
