@@ -12,16 +12,18 @@ from html.parser import HTMLParser
 
 import pytest
 
+from holdfast.bench.catalog import METHODS
 from holdfast.bench.jobs import Job
 from holdfast.bench.measures import Run, at_an_end
 from holdfast.bench.protocols import PROTOCOLS
+from holdfast.bench.published import PUBLISHED
 from holdfast.bench.results import Result, write
 from holdfast.errors import ArgumentError, DataError
 from holdfast.report import bench_page, csv, markdown, report_command, tables
 from holdfast.report.canvas import short
+from holdfast.report.cells import Cell
 from holdfast.report.fronts import _forgotten
 from holdfast.report.sections import sections
-from holdfast.report.tables import Cell
 
 MADE = {"version": "1.0", "device": "cpu", "torch": "2.13", "date": "2026-01-01", "command": "holdfast bench"}
 HOSTILE = ["<script>alert(1)</script>", "=1+1|x", "$\\frac$", "_hidden", "two\nlines", 'a" onclick="x', '漢字 id="q']
@@ -252,6 +254,69 @@ def test_published_numbers_stand_among_ours_and_say_what_they_were_chosen_on():
     assert (ewc.cells[1].text, ewc.cells[3].text) == ("chosen on test data", "84.0")
     assert "Nguyen" in ewc.cells[-1].text
     assert "800 epochs" in board.rows[0].cells[-1].text
+
+
+def told(method, *averages, strength=None, chosen=False, protocol="vcl"):
+    """Runs of two tasks with these averages at the end, a seed each."""
+    return [
+        result(method, seed, [[0.99, 0.1], [average, average]], strength=strength, protocol=protocol,
+               job={"chosen": chosen})
+        for seed, average in enumerate(averages)
+    ]  # fmt: skip
+
+
+def test_published_numbers_are_judged_by_the_method_that_does_the_same():
+    results = [
+        *told("joint", 0.97, 0.97),
+        *told("ewc", 0.79, 0.78, strength=1.0),
+        *told("ewc", 0.88, 0.89, strength=10.0, chosen=True),  # published: 84.0
+        *told("ewc-original", 0.70, 0.80, strength=1.0),  # 9 points below, and the seeds 10 apart
+        *told("ewc-original", 0.74, 0.74, strength=0.1),
+        *told("si", 0.851, 0.853, strength=1.0),  # 86.0
+        *told("ivon", 0.895),  # 90.0, improved 93.0
+        *told("kronecker", 0.94, 0.96, strength=1.0),
+        *told("ewc", 0.83, 0.84, strength=1.0, protocol="avalanche-ewc-sgd"),  # 94.0
+        *told("joint", 0.87, 0.88, protocol="avalanche-ewc-sgd"),
+    ]
+    first, *_ = tables(results)
+    assert first.title == "Published, and here"
+    rows = [tuple(cell.text for cell in row.cells[:9]) for row in first.rows]
+    best, joint = "95.00 ± 1.41, kronecker", "97.00 ± 0.00"
+    assert rows == [
+        ("vcl", "EWC", "84.0", "ewc-original", "75.00 ± 7.07", "75.00 ± 7.07 at 1 (test data)",
+         "missed by 9.0, within chance", best, joint),
+        ("vcl", "EWC", "84.0", "ewc", "78.50 ± 0.71", "88.50 ± 0.71 at 10 (validation data)",
+         "exceeded by 4.5, within chance", best, joint),
+        ("vcl", "SI", "86.0", "si", "85.20 ± 0.14", "–", "reached", best, joint),
+        ("vcl", "VCL", "90.0", "ivon", "89.50", "–", "reached", best, joint),
+        ("vcl", "improved VCL", "93.0", "ivon", "89.50", "–", "missed by 3.5, one seed", best, joint),
+        ("avalanche-ewc-sgd", "EWC", "94.0", "ewc", "83.50 ± 0.71", "–", "missed by 10.5, not even jointly",
+         "83.50 ± 0.71, ewc", "87.50 ± 0.71"),
+    ]  # fmt: skip
+    assert first.rows[0].cells[9].text == "strength best on test data"
+    assert first.rows[4].cells[9].text == "800 epochs a task"
+    assert [row.cells[6].sort for row in first.rows][:3] == pytest.approx([-9.0, 4.5, -0.8])
+    assert len(first.notes) == 1
+
+
+def test_published_numbers_whose_methods_were_not_run_are_named_and_a_control_has_no_rival():
+    """The published joint training is held to joint training alone."""
+    (row,), (how, missing) = (part := tables(told("joint", 0.979, 0.98, protocol="hsu-class"))[0]).rows, part.notes
+    assert [cell.text for cell in row.cells[6:8]] == ["reached", "–"]
+    assert "Student" in how
+    assert missing == ("Not run here: EWC on hsu-class, online EWC on hsu-class, LwF on hsu-class, MAS on hsu-class.")
+
+
+def test_what_was_published_is_laid_beside_methods_that_there_are():
+    assert {method for one in PUBLISHED for method in one.ours} <= METHODS.keys()
+    assert {one.protocol for one in PUBLISHED} <= PROTOCOLS.keys()
+
+
+def test_published_numbers_come_first_on_the_page_and_are_left_out_where_there_are_none(toy):
+    page = bench_page(told("si", 0.85, 0.86, strength=1.0))
+    assert page.index('<h2 id="published">Published, and here</h2>') < page.index('<h2 id="protocol-1">')
+    assert "reached</td>" in page
+    assert 'id="published"' not in bench_page(toy)
 
 
 def test_a_diverged_likelihood_is_shown_as_such():

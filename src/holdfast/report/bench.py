@@ -10,6 +10,7 @@ from pathlib import Path
 from ..bench.results import Result, bundle, collected, write_whole
 from ..errors import ArgumentError, DataError
 from .canvas import Mark, marks
+from .claims import claims
 from .entries import Section, distinct
 from .figures import curves
 from .fronts import front, timing
@@ -20,7 +21,7 @@ from .tables import comparisons, leaderboard, sweep, tables
 from .texts import csv as as_csv
 from .texts import markdown as as_markdown
 
-_SHOWN = 8  # values of a fact; of more, how many there are
+_SHOWN = 4  # values of a fact; of more, how many there are
 _NAMES = {
     "version": "holdfast", "command": "command", "device": "device", "torch": "torch",
     "data": "digest of the files of the data", "date": "date",
@@ -48,7 +49,7 @@ def bench_page(
     runs = [one for section in found for one in section.results]
     facts = [*_facts(runs), *([("left out", list(left_out))] if left_out else [])]
     parts = [_part(section, marked, f"p{number}") for number, section in enumerate(found, 1)]
-    return rendered("bench.html", title=title, count=len(runs), facts=facts, parts=parts)
+    return rendered("bench.html", title=title, count=len(runs), facts=facts, claims=claims(found), parts=parts)
 
 
 def report_command(

@@ -93,6 +93,12 @@ class Section:
         return [one for entry in self.entries for one in entry.results]
 
     @property
+    def rivals(self) -> list[Entry]:
+        """The entries that keep no data, the best first. One lucky seed makes no yardstick, if others have more."""
+        alone = [entry for entry in self.entries if not entry.keeps_data]
+        return [entry for entry in alone if len(entry.seeds) > 1] or alone
+
+    @property
     def timed(self) -> list[Entry]:
         """The entries whose seconds can be compared: those of one device, or all, if every label tells its own."""
         return [entry for entry in self.entries if not self.device or entry.devices == [self.device]]

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from csv import writer
 
 from ..bench.results import Result
+from .cells import MEASURES, Table
 from .sections import sections
-from .tables import MEASURES, Table
 
 
 def markdown(tables: Sequence[Table]) -> str:
