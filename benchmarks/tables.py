@@ -3,7 +3,8 @@
 python benchmarks/tables.py            # those of docs/curvature.md
 python benchmarks/tables.py head       # that of docs/head.md
 python benchmarks/tables.py structures # those of docs/structures.md
-python benchmarks/tables.py bench      # those of docs/bench.md
+python benchmarks/tables.py bench      # that of docs/bench.md
+python benchmarks/tables.py leaderboards # those of docs/leaderboards.md
 python benchmarks/tables.py distillation # those of docs/distillation.md
 python benchmarks/tables.py forecast     # those of docs/forecast.md
 python benchmarks/tables.py diagnosis # those of docs/diagnosis.md
@@ -26,8 +27,11 @@ from holdfast.bench.catalog import JOINT
 from holdfast.bench.measures import spread
 from holdfast.bench.published import published
 from holdfast.bench.results import collected, grouped
+from holdfast.report.claims import claims
+from holdfast.report.entries import Section
 from holdfast.report.sections import sections
 from holdfast.report.tables import sweep
+from holdfast.report.texts import grid
 
 RESULTS = Path(__file__).parent / "results"
 MODELS = {
@@ -148,13 +152,28 @@ def kronecker_pull(name: str) -> list[str]:
 
 
 def bench() -> list[str]:
+    """What was published, beside what the same methods come to here."""
+    found = claims(measured())
+    if found is None:
+        raise SystemExit(f"nothing in {RESULTS / 'bench'} has been published.")
+    return [grid(found), "", *found.notes]
+
+
+def measured() -> list[Section]:
+    """The runs of the bench, by protocol."""
+    found = [one for bundle in sorted((RESULTS / "bench").glob("*.jsonl")) for one in collected(bundle)]
+    return sections(found, across=("version", "device"))
+
+
+def leaderboards() -> list[str]:
     """A table for each protocol of the bench, the published numbers below the measured ones."""
     lines: list[str] = []
-    found = [one for bundle in sorted((RESULTS / "bench").glob("*.jsonl")) for one in collected(bundle)]
-    for section in sections(found, across=("version", "device")):
-        newest = max(section.results, key=lambda one: one.date)
+    for section in measured():
+        newest, about = max(section.results, key=lambda one: one.date), section.description.rstrip("?")
         lines += [
-            f"**{section.title}**: {section.description.rstrip('?')}. To {newest.date.date().isoformat()}:",
+            f"## {section.title}",
+            "",
+            f"{about[:1].upper()}{about[1:]}. To {newest.date.date().isoformat()}:",
             "",
             "| method | strength | average, % | forgotten, points | each when new, % | on | learning, s "
             "| remembering, s | kept, MB |",
@@ -355,10 +374,9 @@ def distributed() -> list[str]:
 
 def diagonals(protocols: tuple[str, ...]) -> list[str]:
     """The bench's runs at strength 1 of everything that keeps a number for each weight, those that its page counts."""
-    found = [one for bundle in sorted((RESULTS / "bench").glob("*.jsonl")) for one in collected(bundle)]
     entries = {
         (section.protocol, entry.method): entry
-        for section in sections(found, across=("version", "device"))
+        for section in measured()
         for entry in section.entries
         if entry.strength in (None, 1) and not entry.chosen_on
     }
@@ -395,6 +413,7 @@ PAGES = {
     "head": lambda: head("head-cpu"),
     "structures": structures,
     "bench": bench,
+    "leaderboards": leaderboards,
     "distillation": distillation,
     "forecast": forecast,
     "diagnosis": diagnosis,

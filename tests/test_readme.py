@@ -78,6 +78,7 @@ def test_the_programs_of_the_curvature_page_run_and_print_what_it_says(capsys):
         "distillation",
         "forecast",
         "head",
+        "leaderboards",
         "strength",
         "structures",
         "trainers",

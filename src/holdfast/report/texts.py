@@ -22,7 +22,7 @@ def markdown(tables: Sequence[Table]) -> str:
         if table.protocol != protocol:
             protocol = table.protocol
             parts.append(f"## {_escaped(protocol)}")
-        parts += [f"### {_escaped(table.title)}", _grid(table), *(_escaped(note) for note in table.notes)]
+        parts += [f"### {_escaped(table.title)}", grid(table), *(_escaped(note) for note in table.notes)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -53,7 +53,8 @@ def csv(results: Sequence[Result]) -> str:
     return buffer.getvalue()
 
 
-def _grid(table: Table) -> str:
+def grid(table: Table) -> str:
+    """A table in Markdown, without its title and its notes."""
     rule = ["---:" if table.numeric(column) else "---" for column in range(len(table.headings))]
     lines = [[_escaped(heading) for heading in table.headings], rule]
     lines += [[_escaped(cell.text) for cell in row.cells] for row in table.rows]
