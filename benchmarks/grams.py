@@ -2,10 +2,11 @@
 
     python benchmarks/grams.py --out benchmarks/results/grams-cpu.json
 
-By differences of the kernel's entries (`Patches`, what the library does), so many places at a time or all at once, and
-unfolded: in one product, or in one for each example. Milliseconds for a batch, medians of several rounds in turn, and
-the largest error against float64, as a share of the largest entry. The layers are those of `cifar10-class`, and of the
-reduced ResNet of `fisher`.
+By differences of the kernel's entries (`Patches`, what the library does on a CPU), so many places at a time or all at
+once; and unfolded: by torch's own function or by stacking views, in one product, a product for each example in one
+call (stacked so, what the library does on a GPU), or a call for each. Milliseconds for a batch, medians of several
+rounds in turn, and the largest error against float64, as a share of the largest entry. The layers are those of
+`cifar10-class`, and of the reduced ResNet of `fisher`.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from torch import Tensor
 import holdfast
 from holdfast.curvature import autocorrelation
 from holdfast.curvature.autocorrelation import Patches
-from holdfast.kernels import add_gram_, mirrored
+from holdfast.kernels import add_gram_, add_grams_, mirrored
 
 LAYERS = {  # channels and side, with padding 1
     "32 channels, 32×32": (32, 32), "32 channels, 16×16": (32, 16), "64 channels, 16×16": (64, 16),
@@ -61,11 +62,30 @@ def unfolded_by_examples(patches: Patches) -> Tensor:
     return torch.bmm(columns, columns.mT).sum(0)
 
 
+def unfolded_one_by_one(patches: Patches) -> Tensor:
+    columns = F.unfold(patches.under[:, 0], patches.kernel)
+    total = columns.new_zeros(columns.shape[1], columns.shape[1])
+    for each in columns:
+        add_gram_(total, each.T)
+    return mirrored(total)
+
+
+def stacked(patches: Patches) -> Tensor:
+    (rows, columns), (high, wide) = patches.places, patches.kernel
+    views = [patches.under[:, 0, :, i : i + rows, j : j + columns] for i in range(high) for j in range(wide)]
+    seen = torch.stack(views, 2).flatten(1, 2).flatten(2)  # (examples, channels · kernel, places)
+    total = seen.new_zeros(seen.shape[1], seen.shape[1])
+    add_grams_(total, seen.mT)
+    return mirrored(total)
+
+
 WAYS: dict[str, Callable[[Patches], Tensor]] = {
     "differences": lambda patches: by_differences(patches, autocorrelation._PLACES),
     "differences, all at once": lambda patches: by_differences(patches, AT_ONCE),
     "unfolded": unfolded,
     "unfolded, by examples": unfolded_by_examples,
+    "unfolded, one by one": unfolded_one_by_one,
+    "stacked": stacked,
 }
 
 
@@ -74,7 +94,7 @@ def measured(channels: int, side: int, examples: int, rounds: int, device: str) 
     torch.manual_seed(0)
     seen = F.pad(torch.randn(examples, 1, channels, side, side), 4 * (1,)).relu()
     patches = Patches(seen.to(device), (3, 3), (1, 1), (side, side))
-    right = unfolded_by_examples(replace(patches, under=seen.double()))
+    right = unfolded_by_examples(replace(patches, under=seen.double()))  # on the CPU
     errors = {}
     times: dict[str, list[float]] = {name: [] for name in WAYS}
     for turn in range(rounds + 1):  # the first warms up

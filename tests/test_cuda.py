@@ -6,6 +6,8 @@ from torch import nn
 
 import holdfast
 from cases import CASES
+from curvature.test_kronecker import CASES as FACTORED
+from curvature.test_kronecker import parts
 from curvature.test_taps import LAYERS, case
 from holdfast.bench.catalog import METHODS
 from holdfast.bench.protocols import PROTOCOLS
@@ -43,6 +45,24 @@ def test_the_fisher_is_that_of_the_cpu_and_batches_may_stay_there(case, targets)
     )
     torch.testing.assert_close(flat(there.entries).cpu(), flat(here.entries), rtol=1e-7, atol=1e-10)
     assert there.sources[0].id == here.sources[0].id
+
+
+@pytest.mark.parametrize("name", FACTORED)
+def test_kronecker_factors_are_those_of_the_cpu(name):
+    """What a kernel saw is unfolded in another way there, and summed over examples in one product."""
+    case = FACTORED[name]
+    here, there = (
+        holdfast.kronecker_fisher(case.model().to(device), case.batches((5, 2)), case.likelihood, targets="expected")
+        for device in ("cpu", "cuda")
+    )
+    for mine, its in zip(parts(here), parts(there), strict=True):
+        assert mine.keys() == its.keys()
+    for weight, (layer, term) in parts(here)[0].items():
+        same, other = parts(there)[0][weight]
+        assert same == layer
+        for side in ("outputs", "inputs"):
+            torch.testing.assert_close(getattr(other, side).cpu(), getattr(term, side), rtol=1e-7, atol=1e-10)
+    torch.testing.assert_close(flat(there.diagonal()).cpu(), flat(here.diagonal()), rtol=1e-7, atol=1e-10)
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.forward is None and case.name != "lstm"], ids=str)

@@ -10,6 +10,7 @@ import holdfast
 from holdfast import Diagonal, Logarithmic
 from holdfast.kernels import (
     add_gram_,
+    add_grams_,
     add_pull_,
     add_squared_products_,
     codes,
@@ -269,3 +270,22 @@ def test_small_sums_do_not_lose_digits_to_the_total_they_are_added_to():
         exact += rows.double().T @ rows.double()
     assert (mirrored(total) - exact).norm() < 2e-6 * exact.norm()
     assert torch.linalg.eigvalsh(mirrored(total).double())[0] > -1e-5 * exact.norm()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("positions", "size"), [(9, 4), (4, 9), (4, 4), (1, 5), (5, 1), (7, 300)])
+@pytest.mark.parametrize("lying", ["rows", "columns", "neither"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_sums_over_examples_are_the_same_whichever_way_they_lie(device, positions, size, lying, dtype):
+    """Columns, as a convolution unfolds them, are never copied together on a CPU, nor taken one by one on a GPU."""
+    torch.manual_seed(0)
+    rows = torch.randn(5, positions, size, device=device).to(dtype)
+    if lying == "columns":
+        rows = rows.mT.contiguous().mT
+    elif lying == "neither":
+        rows = torch.stack([rows, rows], 2)[:, :, 0]
+    total = torch.full((size, size), 2.0, dtype=torch.promote_types(dtype, torch.float32), device=device)
+    add_grams_(total, rows)
+    exact = 2 + torch.einsum("npi,npj->ij", rows.double(), rows.double())
+    close = {"rtol": 1e-12, "atol": 1e-12} if dtype == torch.float64 else {"rtol": 1e-5, "atol": 1e-4}
+    torch.testing.assert_close(total.triu().double(), exact.triu(), **close)

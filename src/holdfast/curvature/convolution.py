@@ -43,9 +43,10 @@ def convolution(call: Call, grad: Tensor) -> Form | None:
 
     def right(offsets: Sequence[tuple[int, ...]], start: int, stop: int) -> Tensor:
         """What the kernel's entries at `offsets` saw: (examples, groups, positions, columns)."""
-        if len(offsets) == kernel.numel() and len(kernel) == 2 and placed.shape[1] == 1:
+        whole = len(offsets) == kernel.numel() and len(kernel) == 2 and placed.shape[1] == 1
+        if whole and not under.is_cuda:  # the same, and faster; a GPU would unfold one example after another
             stride, dilation = call.saved("stride"), call.saved("dilation")
-            seen = F.unfold(under[start:stop, 0], tuple(kernel), dilation, 0, stride)  # the same, and faster
+            seen = F.unfold(under[start:stop, 0], tuple(kernel), dilation, 0, stride)
             side = seen.unflatten(1, (groups, -1)).unsqueeze(1)  # type: ignore[no-untyped-call]
         else:
             seen = torch.stack([under[start:stop][(..., *_window(call, placed, offset))] for offset in offsets], 3)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..errors import DataError
-from ..kernels import add_gram_, add_squares_, mirrored
+from ..kernels import add_grams_, add_squares_, mirrored
 from ..precision.factors import diagonal
 from ..precision.layers import Layer
 from ..ranks import Ranks
@@ -231,13 +231,9 @@ def _add_(total: Tensor, sides: Tensor, ones: Tensor | None = None) -> None:
     """Add Σ x xᵀ, or its diagonal, and Σ x to ones, for sides of (examples, groups, positions, size)."""
     if ones is not None:
         ones += sides.sum((0, 2), dtype=ones.dtype)
-    add = add_gram_ if total.ndim == 3 else add_squares_
+    add = add_grams_ if total.ndim == 3 else add_squares_
     for group, rows in enumerate(sides.unbind(1)):
-        if rows.mT.is_contiguous() and len(rows) > 1 and not rows.is_contiguous():  # as a convolution unfolds them
-            for each in rows:
-                add(total[group], each)
-        else:
-            add(total[group], rows.reshape(-1, rows.shape[-1]))
+        add(total[group], rows)
 
 
 def _counted(parts: Products) -> Tensor:

@@ -31,6 +31,22 @@ def add_gram_(total: Tensor, rows: Tensor) -> None:
         total[start : start + strip, start:].addmm_(rows[:, start : start + strip].T, rows[:, start:])
 
 
+def add_grams_(total: Tensor, rows: Tensor) -> None:
+    """Add Σₙ XₙᵀXₙ to total for rows of (examples, n, size), whichever way they lie."""
+    count, size = rows.shape[1:]
+    if rows.is_contiguous() or len(rows) == 1 or not rows.mT.is_contiguous():
+        add_gram_(total, rows.reshape(-1, size))
+    elif not rows.is_cuda:  # as a convolution unfolds them, and without a copy
+        for each in rows:
+            add_gram_(total, each)
+    elif count >= size and rows.dtype == total.dtype:
+        # A launch for each example would take longer than its product, and the products together are no larger
+        # than the rows.
+        total += torch.bmm(rows.mT, rows).sum(0)
+    else:
+        add_gram_(total, rows.reshape(-1, size))
+
+
 def mirrored(total: Tensor) -> Tensor:
     """The symmetric matrix whose upper triangle a total has."""
     upper = total.triu()
@@ -39,5 +55,5 @@ def mirrored(total: Tensor) -> Tensor:
 
 
 def add_squares_(total: Tensor, rows: Tensor) -> None:
-    """Add Σₙ xₙ² to total, (size,), for rows of (n, size)."""
-    total += torch.linalg.vector_norm(rows, dim=0, dtype=total.dtype).square_()
+    """Add Σₙ xₙ² to total, (size,), for rows of (…, size)."""
+    total += torch.linalg.vector_norm(rows, dim=tuple(range(rows.ndim - 1)), dtype=total.dtype).square_()
