@@ -94,7 +94,7 @@ def measured(channels: int, side: int, examples: int, rounds: int, device: str) 
     torch.manual_seed(0)
     seen = F.pad(torch.randn(examples, 1, channels, side, side), 4 * (1,)).relu()
     patches = Patches(seen.to(device), (3, 3), (1, 1), (side, side))
-    right = unfolded_by_examples(replace(patches, under=seen.double()))  # on the CPU
+    right = unfolded_by_examples(replace(patches, under=patches.under.double())).cpu()
     errors = {}
     times: dict[str, list[float]] = {name: [] for name in WAYS}
     for turn in range(rounds + 1):  # the first warms up

@@ -4,6 +4,7 @@ from torch import nn
 
 import holdfast
 from cases import CASES, Case, relu_mlp, vectors
+from holdfast.curvature.hessian import random_signs
 from oracles import flat, hessian
 
 SMOOTH = [case for case in CASES if case.forward is None]
@@ -33,6 +34,20 @@ def test_hutchinson_is_within_four_standard_errors_and_the_more_batches_the_near
         other = holdfast.hutchinson_hessian(case.model(), batches, case.likelihood, probes=400, seed=1)
         assert not torch.equal(flat(other.entries), flat(estimate.entries))
     assert errors == sorted(errors, reverse=True)
+
+
+def test_signs_are_even_and_apart():
+    """Of any two entries, in one word of the generator's or in two, as many agree as not; and no draw is the last."""
+    coins = torch.Generator().manual_seed(0)
+    draws = torch.stack([random_signs(torch.empty(3, 43), coins) for _ in range(4000)]).flatten(
+        1
+    )  # two words and a bit
+    assert set(draws.unique().tolist()) == {-1.0, 1.0}
+    together = draws.T @ draws / len(draws)
+    assert (together - torch.eye(129)).abs().max() < 5.5 / len(draws) ** 0.5  # of 8256 pairs: 4 are within chance
+    assert draws.mean(0).abs().max() < 4.5 / len(draws) ** 0.5
+    assert (draws[1:] * draws[:-1]).mean().abs() < 4 / draws.numel() ** 0.5
+    assert random_signs(torch.empty(0, 3, dtype=torch.float64), coins).shape == (0, 3)
 
 
 def test_attention_is_differentiated_twice():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from ..devices import sent
 from ..errors import ArgumentError, DataError
 from ..likelihood import Likelihood
 from ..params import trainable, unwrapped
@@ -57,7 +59,7 @@ def hutchinson_hessian(
     def diagonal(gradients: Sequence[Tensor], parameters: Sequence[Tensor], coins: torch.Generator) -> list[Tensor]:
         estimates = [torch.zeros_like(p) for p in parameters]
         for _ in range(probes):
-            signs = [_signs(p, coins) for p in parameters]
+            signs = [random_signs(p, coins) for p in parameters]
             along: Tensor = sum((g * v).sum() for g, v in zip(gradients, signs, strict=True))  # type: ignore[assignment]
             if not along.requires_grad:
                 break
@@ -163,6 +165,9 @@ def _rows(gradient: Tensor, parameter: Tensor, picks: Tensor) -> Tensor:
     return torch.zeros_like(picks) if rows is None else rows
 
 
-def _signs(like: Tensor, generator: torch.Generator) -> Tensor:
-    coins = torch.randint(0, 2, like.shape, generator=generator, dtype=torch.int8)
-    return (2 * coins - 1).to(dtype=like.dtype, device=like.device)
+def random_signs(like: Tensor, generator: torch.Generator) -> Tensor:
+    """−1 or 1 for every entry. Drawn on the CPU, so that they are the same everywhere, as the bits of few numbers."""
+    words = torch.randint(-(2**63), 2**63 - 1, (math.ceil(like.numel() / 64),), generator=generator)
+    octets = sent(words, like.device).view(torch.uint8)
+    bits = octets.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8, device=like.device) & 1
+    return bits.flatten()[: like.numel()].to(like.dtype).mul_(2).sub_(1).view(like.shape)
