@@ -30,7 +30,7 @@ from holdfast.bench.results import collected, grouped
 from holdfast.report.claims import claims
 from holdfast.report.entries import Section
 from holdfast.report.sections import sections
-from holdfast.report.tables import sweep
+from holdfast.report.tables import sweeps
 from holdfast.report.texts import grid
 
 RESULTS = Path(__file__).parent / "results"
@@ -195,16 +195,8 @@ def leaderboards() -> list[str]:
             note = f"; {each.note}" if each.note else ""
             lines.append(f"| *{each.method}, {each.source}{note}* | {how} | {each.accuracy:.1f} | | | | | | |")
         lines.append("")
-        strengths = sweep(section)
-        if strengths is not None:
-            lines += [
-                f"{strengths.title}. {' '.join(strengths.notes)}",
-                "",
-                f"| {' | '.join(strengths.headings)} |",
-            ]
-            lines.append("|---|" + "---|" * (len(strengths.headings) - 1))
-            lines += [f"| {' | '.join(cell.text for cell in row.cells)} |" for row in strengths.rows]
-            lines.append("")
+        for strengths in sweeps(section):
+            lines += [f"{strengths.title}. {' '.join(strengths.notes)}", "", grid(strengths), ""]
     return lines[:-1]
 
 

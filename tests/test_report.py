@@ -205,8 +205,7 @@ def test_strengths_tried_on_validation_data_are_shown_beside_what_was_chosen(toy
         result("EWC", 100, [[0.9], [0.5, 0.9]], strength=1.0, validating=True, made={"date": "2026-01-02"}),
         result("SI", 100, [[0.9], [0.6, 0.6]], strength=10.0, validating=True),
         result("SI", 100, [[0.9], [0.1, 0.1]], strength=3.0, validating=True, protocol="another"),
-        # Other numbers of tasks and other settings, before these: not to be compared with them.
-        result("EWC", 100, [[0.9]], strength=100.0, validating=True, made={"date": "2025-01-01"}),
+        # Other settings, before these: not to be compared with them.
         result("SI", 100, [[0.9], [0.9, 0.9]], strength=100.0, validating=True, job={"epochs": 2}, made={"date": ""}),
         *(
             result("SI", 100, [[0.9], [0.9, 0.9]], strength=10.0, validating=True, made={"date": "2025-01-01", **made})
@@ -242,6 +241,33 @@ def test_strengths_tried_on_validation_data_are_shown_beside_what_was_chosen(toy
     page = bench_page([*toy, *tried])
     assert table.title in page
     assert table.title not in bench_page(toy)
+
+
+def test_strengths_tried_on_other_numbers_of_tasks_stand_apart(toy):
+    """EWC stands at 10, which is the best over two tasks; over three it is 1, and nothing was chosen from there."""
+    three = [
+        result("EWC", 100, [[0.9]] * 2 + [[0.9, 0.9, last]], strength=strength, validating=True, made={"date": date})
+        for strength, last, date in ((1.0, 0.9, "2025-01-01"), (10.0, 0.6, "2025-01-02"), (30.0, 0.3, "2025-01-03"))
+    ]
+    two = [
+        result("EWC", 100, [[0.9], [0.7, last]], strength=s, validating=True) for s, last in ((1.0, 0.6), (10.0, 0.7))
+    ]
+    *before, first, second = tables([*toy, *three, *two])
+    assert before == tables(toy)
+    assert [table.title for table in (first, second)] == [
+        "Strengths on validation data, 2 tasks", "Strengths on validation data, 3 tasks",
+    ]  # fmt: skip
+    assert [cell.text for cell in first.rows[0].cells] == ["EWC", "65.00", "70.00"]
+    assert [cell.text for cell in second.rows[0].cells] == ["EWC", "90.00", "80.00", "70.00"]
+    assert not any("chosen from other runs" in note for table in (first, second) for note in table.notes)
+    other = [result("EWC", 100, [[0.9], [0.7, 0.9]], strength=1.0, validating=True, made={"date": "2027-01-01"})]
+    *_, first, second = tables([*toy, *three, *two, *other])
+    assert all(
+        "EWC stands at 10: it was chosen from other runs than these." in table.notes for table in (first, second)
+    )
+    page = bench_page([*toy, *three, *two])
+    assert first.title in page
+    assert second.title in page
 
 
 def test_published_numbers_stand_among_ours_and_say_what_they_were_chosen_on():

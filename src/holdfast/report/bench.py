@@ -17,7 +17,7 @@ from .fronts import front, timing
 from .matrices import matrix
 from .page import rendered
 from .sections import sections
-from .tables import comparisons, leaderboard, sweep, tables
+from .tables import comparisons, leaderboard, sweeps, tables
 from .texts import csv as as_csv
 from .texts import markdown as as_markdown
 
@@ -126,7 +126,7 @@ def _part(section: Section, marked: Mapping[str, Mark], name: str) -> dict[str, 
         "section": section,
         "board": leaderboard(section),
         "versus": comparisons(section),
-        "sweep": sweep(section),
+        "sweeps": sweeps(section),
         "figures": [figure for figure in figures if figure[0]],
         "known": [matrix(entry.name, entry.runs) for entry in section.entries],
     }

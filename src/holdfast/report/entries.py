@@ -75,8 +75,8 @@ class Entry:
 class Section:
     """A protocol with its entries, the best first, and what a reader should know before comparing them.
 
-    `tried` are the runs on validation data by which strengths were chosen, `device` the one whose runs go first where
-    those of several stand together.
+    `tried` are the runs on validation data by which strengths were chosen, those of each number of tasks together;
+    `device` is the one whose runs go first where those of several stand together.
     """
 
     protocol: str
@@ -85,7 +85,7 @@ class Section:
     description: str
     entries: tuple[Entry, ...]
     notes: tuple[str, ...]
-    tried: tuple[Result, ...] = ()
+    tried: tuple[tuple[Result, ...], ...] = ()
     device: str = ""
 
     @property

@@ -27,17 +27,22 @@ def sections(results: Sequence[Result], *, across: Collection[str] = ()) -> list
     apart = [name for name in _APART if name not in across]
     found = []
     for protocol, group in sorted(grouped(list(results)), key=lambda each: _place(each[0])):
-        tried = _alike([one for one in results if one.validating and one.protocol == protocol], apart)
+        tried = _tried([one for one in results if one.validating and one.protocol == protocol], apart)
         sizes = sorted({_tasks(one) for one in group})
         for size in sizes:
             title = protocol if len(sizes) == 1 else f"{protocol}, {size} tasks"
             mine = [one for one in group if _tasks(one) == size]
-            found.append(_section(protocol, title, size, mine, tried if size == sizes[-1] else [], apart))
+            found.append(_section(protocol, title, size, mine, tried if size == sizes[-1] else (), apart))
     return found
 
 
 def _section(
-    protocol: str, title: str, tasks: int, results: list[Result], tried: list[Result], apart: Sequence[str]
+    protocol: str,
+    title: str,
+    tasks: int,
+    results: list[Result],
+    tried: tuple[tuple[Result, ...], ...],
+    apart: Sequence[str],
 ) -> Section:
     # One run for a seed: the newest. Counting a seed twice would make the spread look smaller than it is.
     latest: dict[tuple[str, float | None, str, str], dict[int, Result]] = {}
@@ -54,7 +59,7 @@ def _section(
     kept = [one for entry in entries for one in entry.results]
     notes = _notes(entries, kept, len(results) - len(kept), first if len(_devices(results)) > 1 else "")
     said = _description(protocol, kept)
-    return Section(protocol, title, tasks, said, tuple(entries), tuple(notes), tuple(tried), first)
+    return Section(protocol, title, tasks, said, tuple(entries), tuple(notes), tried, first)
 
 
 def _description(protocol: str, kept: Sequence[Result]) -> str:
@@ -84,15 +89,18 @@ def _most_used(results: Sequence[Result]) -> str:
     return max(sorted(runs), key=lambda device: (len(runs[device]), latest[device]))
 
 
-def _alike(tried: list[Result], apart: Sequence[str]) -> list[Result]:
-    """The runs on validation data that can be compared: made as the newest was, but for method and strength."""
-    in_time = sorted(tried, key=lambda one: one.date)
-    how = [(_tasks(one), one.run.seed, *(one.made.get(name) for name in apart)) for one in in_time]
-    return [
-        one
-        for one, mine in zip(in_time, how, strict=True)
-        if mine == how[-1] and not differing([one.job, in_time[-1].job])
-    ]
+def _tried(results: Sequence[Result], apart: Sequence[str]) -> tuple[tuple[Result, ...], ...]:
+    """The runs on validation data, made as the newest was but for method, strength and number of tasks: by that number,
+    those that can be compared."""
+    in_time = sorted(results, key=lambda one: one.date)
+    alike: dict[int, list[Result]] = {}
+    for one in in_time:
+        if all(one.made.get(name) == in_time[-1].made.get(name) for name in apart):
+            alike.setdefault(_tasks(one), []).append(one)
+    return tuple(
+        tuple(one for one in group if one.run.seed == group[-1].run.seed and not differing([one.job, group[-1].job]))
+        for _, group in sorted(alike.items())
+    )
 
 
 def _alike_in_cost(results: Sequence[Result]) -> tuple[Result, ...]:

@@ -19,7 +19,10 @@ _KEPT = [measure.name for measure in MEASURES].index("kept_bytes")
 def tables(results: Sequence[Result], *, across: Collection[str] = ()) -> list[Table]:
     """What was published, then for each protocol the leaderboard, the comparisons and the strengths, if there are."""
     found = sections(results, across=across)
-    made = [claims(found), *(table(section) for section in found for table in (leaderboard, comparisons, sweep))]
+    made = [
+        claims(found),
+        *(table for each in found for table in (leaderboard(each), comparisons(each), *sweeps(each))),
+    ]
     return [table for table in made if table is not None]
 
 
@@ -64,45 +67,62 @@ def comparisons(section: Section) -> Table | None:
     )
 
 
-def sweep(section: Section) -> Table | None:
-    """What each method came to on validation data at each strength; nothing where none was chosen so."""
-    newest = {(one.run.method, one.strength): one for one in section.tried if one.strength is not None}
+def sweeps(section: Section) -> list[Table]:
+    """What each method came to on validation data at each strength: a table for each number of tasks that was tried."""
+    return [table for tried in section.tried if (table := _sweep(section, tried)) is not None]
+
+
+def _sweep(section: Section, tried: Sequence[Result]) -> Table | None:
+    newest = {(one.run.method, one.strength): one for one in tried if one.strength is not None}
     if not newest:
         return None
     strengths = sorted({strength for _, strength in newest})
-    methods = sorted({method for method, _ in newest})
-    rows = [[newest.get((method, strength)) for strength in strengths] for method in methods]
-    average = MEASURES[0]
-    run = section.tried[-1].run
-    scores = {
-        method: {s: one.run.average for s, one in zip(strengths, row, strict=True) if one}
-        for method, row in zip(methods, rows, strict=True)
+    rows = {
+        method: [newest.get((method, strength)) for strength in strengths]
+        for method in sorted({method for method, _ in newest})
     }
-    others = [
-        f"{entry.method} stands at {entry.strength:g}: it was chosen from other runs than these."
-        for entry in section.entries
-        if entry.chosen_on and entry.method in scores and entry.strength != best(scores[entry.method])
-    ]
+    average, tasks = MEASURES[0], f"{len(tried[-1].run.accuracy[-1])} tasks"
     ends = [
         f"{method} did best at the {end} strength that was tried: beyond it may be better ones."
-        for method, each in scores.items()
+        for method, each in _scores(tried).items()
         if len(each) > 1 and (end := at_an_end(each))
     ]
     return Table(
         section.title,
-        "Strengths on validation data",
+        "Strengths on validation data" + (f", {tasks}" if len(section.tried) > 1 else ""),
         ("method", *(f"{strength:g}" for strength in strengths)),
         tuple(
             Row((word(method), *(average.cell([one.run]) if one else Cell(DASH, math.nan) for one in row)))
-            for method, row in zip(methods, rows, strict=True)
+            for method, row in rows.items()
         ),
         (
-            f"Average accuracy in percent on held-out training data, {len(run.accuracy[-1])} tasks, seed {run.seed}. "
+            f"Average accuracy in percent on held-out training data, {tasks}, seed {tried[-1].run.seed}. "
             "Where a strength is chosen, it is the best one, and of equals the smallest.",
-            *dict.fromkeys(others),
+            *_chosen_otherwise(section, rows),
             *ends,
         ),
     )
+
+
+def _chosen_otherwise(section: Section, methods: Collection[str]) -> list[str]:
+    """Which strengths that were chosen are the best of no table here."""
+    bests = {(method, best(each)) for tried in section.tried for method, each in _scores(tried).items()}
+    return [
+        f"{method} stands at {strength:g}: it was chosen from other runs than these."
+        for method, strength in dict.fromkeys(
+            (entry.method, entry.strength) for entry in section.entries if entry.chosen_on
+        )
+        if method in methods and strength is not None and (method, strength) not in bests
+    ]
+
+
+def _scores(tried: Sequence[Result]) -> dict[str, dict[float, float]]:
+    """The average accuracy of each method at each strength, by the newest run."""
+    scores: dict[str, dict[float, float]] = {}
+    for one in tried:
+        if one.strength is not None:
+            scores.setdefault(one.run.method, {})[one.strength] = one.run.average
+    return dict(sorted(scores.items()))
 
 
 def _measured(entry: Entry, together: bool) -> Row:
