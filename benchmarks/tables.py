@@ -117,22 +117,24 @@ def structures() -> list[str]:
         lines += ["", "What the Fishers cost, of a plain forward and backward pass. " + curvature(name)[0]]
         lines += curvature(name)[1:]
     lines += ["", *kronecker_pull("kronecker-pull-h200"), *kronecker_pull("kronecker-pull-cpu")[2:]]
-    return [*lines, "", *grams()]
+    return [*lines, "", *grams("grams-cpu", 0), "", *grams("grams-h200", 1)]
 
 
-def grams() -> list[str]:
+def grams(name: str, digits: int) -> list[str]:
     """What the inputs' factor of a convolution takes, by how it is made."""
-    found = json.loads((RESULTS / "grams-cpu.json").read_text(encoding="utf-8"))
+    found = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
     ways = list(next(iter(found["layers"].values())))
+    on_cpu = found["device"].startswith("CPU")
+    device = f"CPU, {found['threads']} threads" if on_cpu else _device(found["device"])
     lines = [
-        f"A of a 3×3 convolution, ms for {found['examples']} pictures. {found['device'].split(',')[0]}, "
-        f"{found['threads']} threads, torch {found['torch']}, {found['date']}:",
+        f"A of a 3×3 convolution, ms for {found['examples']} pictures. {device}, torch {found['torch']}, "
+        f"{found['date']}:",
         "",
         f"| layer | {' | '.join(ways)} |",
         "|---|" + "---|" * len(ways),
     ]
     for layer, times in found["layers"].items():
-        lines.append(f"| {layer} | {' | '.join(format(times[way]['ms'], '.0f') for way in ways)} |")
+        lines.append(f"| {layer} | {' | '.join(format(times[way]['ms'], f'.{digits}f') for way in ways)} |")
     return lines
 
 
