@@ -189,13 +189,14 @@ def leaderboards() -> list[str]:
             alike = len(devices) == 1
             means = [statistics.fmean(sum(getattr(run, each)) for run in runs) for each in SECONDS]
             kept = "all data" if entry.method == JOINT else f"{runs[0].kept_bytes[-1] / 1e6:.1f}"
-            shown = "" if entry.strength is None else f"{entry.strength:g}"
+            chosen = f", chosen on {entry.chosen_on}" if entry.chosen_on else ""
+            shown = "" if entry.strength is None else f"{entry.strength:g}{chosen}"
             costs = [" and ".join(devices), *(f"{mean:.0f}" if alike else "–" for mean in means), kept]
             lines.append(f"| {entry.method} | {shown} | {' | '.join([*cells, *costs])} |")
         for each in published(section.protocol):
             how = "best on test data" if each.chosen_on_test else ""
             note = f"; {each.note}" if each.note else ""
-            lines.append(f"| *{each.method}, {each.source}{note}* | {how} | {each.accuracy:.1f} | | | | | | |")
+            lines.append(f"| *{each.method}, {each.source}{note}* | {how} | {each.accuracy:g} | | | | | | |")
         lines.append("")
         for strengths in sweeps(section):
             lines += [f"{strengths.title}. {' '.join(strengths.notes)}", "", grid(strengths), ""]

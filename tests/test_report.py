@@ -13,7 +13,7 @@ from html.parser import HTMLParser
 import pytest
 
 from holdfast.bench.catalog import METHODS
-from holdfast.bench.jobs import Job
+from holdfast.bench.jobs import Job, numbers_of
 from holdfast.bench.measures import Run, at_an_end
 from holdfast.bench.protocols import PROTOCOLS
 from holdfast.bench.published import PUBLISHED
@@ -243,6 +243,22 @@ def test_strengths_tried_on_validation_data_are_shown_beside_what_was_chosen(toy
     assert table.title not in bench_page(toy)
 
 
+def test_strengths_tried_stand_under_the_longest_protocol_and_those_of_another_seed_do_not(toy):
+    longer = result("EWC", 0, [[0.9, 0.9, 0.9]] * 3, strength=1.0)
+    tried = [
+        result("EWC", seed, [[0.9], [0.7, 0.7]], strength=strength, validating=True, made=made)
+        for seed, strength, made in (
+            (99, 30.0, {"date": "2025-01-02"}),
+            (100, 300.0, {"date": "2025-01-01", "version": "0.9"}),
+            (100, 1.0, {}),
+            (100, 10.0, {}),
+        )
+    ]
+    found = tables([*toy, longer, *tried])
+    (table,) = (each for each in found if each.title.startswith("Strengths"))
+    assert (table.protocol, table.headings) == ("toy, 3 tasks", ("method", "1", "10"))
+
+
 def test_strengths_tried_on_other_numbers_of_tasks_stand_apart(toy):
     """EWC stands at 10, which is the best over two tasks; over three it is 1, and nothing was chosen from there."""
     three = [
@@ -271,24 +287,32 @@ def test_strengths_tried_on_other_numbers_of_tasks_stand_apart(toy):
 
 
 def test_published_numbers_stand_among_ours_and_say_what_they_were_chosen_on():
-    (board,) = tables([result("EWC", 0, [[0.9, 0.1], [0.8, 0.9]], protocol="vcl")])
+    (board,) = tables(told("EWC", 0.85))
     assert [row.cells[0].text for row in board.rows] == [
         "improved VCL (published)", "VCL (published)", "SI (published)", "EWC", "EWC (published)",
     ]  # fmt: skip
     ewc = board.rows[-1]
     assert ewc.published
-    assert (ewc.cells[1].text, ewc.cells[3].text) == ("chosen on test data", "84.0")
+    assert (ewc.cells[1].text, ewc.cells[3].text) == ("chosen on test data", "84")
     assert "Nguyen" in ewc.cells[-1].text
     assert "800 epochs" in board.rows[0].cells[-1].text
 
 
-def told(method, *averages, strength=None, chosen=False, protocol="vcl"):
-    """Runs of two tasks with these averages at the end, a seed each."""
+def told(method, *averages, strength=None, chosen=False, protocol="vcl", made=None, job=None, tasks=2, **more):
+    """Runs with these averages at the end, a seed each, and the protocol's own numbers."""
+    numbers = numbers_of(PROTOCOLS[protocol]) if protocol in PROTOCOLS else {}
     return [
-        result(method, seed, [[0.99, 0.1], [average, average]], strength=strength, protocol=protocol,
-               job={"chosen": chosen})
+        result(method, seed, [[0.99] * tasks] * (tasks - 1) + [[average] * tasks], strength=strength, protocol=protocol,
+               made=made, job={"chosen": chosen, "numbers": numbers, **(job or {})}, **more)
         for seed, average in enumerate(averages)
     ]  # fmt: skip
+
+
+def claimed(*results):
+    """What is said beside the published numbers: by what was published and our method, cells 4 to 7."""
+    first, *_ = tables([one for each in results for one in each])
+    assert first.title == "Published, and here"
+    return {(row.cells[1].text, row.cells[3].text): tuple(cell.text for cell in row.cells[4:8]) for row in first.rows}
 
 
 def test_published_numbers_are_judged_by_the_method_that_does_the_same():
@@ -309,20 +333,108 @@ def test_published_numbers_are_judged_by_the_method_that_does_the_same():
     rows = [tuple(cell.text for cell in row.cells[:9]) for row in first.rows]
     best, joint = "95.00 ± 1.41, kronecker", "97.00 ± 0.00"
     assert rows == [
-        ("vcl", "EWC", "84.0", "ewc-original", "75.00 ± 7.07", "75.00 ± 7.07 at 1 (test data)",
+        ("vcl", "EWC", "84", "ewc-original", "75.00 ± 7.07", "75.00 ± 7.07 at 1 (test data)",
          "missed by 9.0, within chance", best, joint),
-        ("vcl", "EWC", "84.0", "ewc", "78.50 ± 0.71", "88.50 ± 0.71 at 10 (validation data)",
+        ("vcl", "EWC", "84", "ewc", "78.50 ± 0.71", "88.50 ± 0.71 at 10 (validation data)",
          "exceeded by 4.5, within chance", best, joint),
-        ("vcl", "SI", "86.0", "si", "85.20 ± 0.14", "–", "reached", best, joint),
-        ("vcl", "VCL", "90.0", "ivon", "89.50", "–", "reached", best, joint),
-        ("vcl", "improved VCL", "93.0", "ivon", "89.50", "–", "missed by 3.5, one seed", best, joint),
-        ("avalanche-ewc-sgd", "EWC", "94.0", "ewc", "83.50 ± 0.71", "–", "missed by 10.5, not even jointly",
+        ("vcl", "SI", "86", "si", "85.20 ± 0.14", "–", "reached", best, joint),
+        ("vcl", "VCL", "90", "ivon", "89.50", "–", "reached, one seed", best, joint),
+        ("vcl", "improved VCL", "93", "ivon", "89.50", "–", "missed by 3.5, one seed", best, joint),
+        ("avalanche-ewc-sgd", "EWC", "94", "ewc", "83.50 ± 0.71", "–", "missed by 10.5, not even jointly",
          "83.50 ± 0.71, ewc", "87.50 ± 0.71"),
     ]  # fmt: skip
     assert first.rows[0].cells[9].text == "strength best on test data"
     assert first.rows[4].cells[9].text == "800 epochs a task"
     assert [row.cells[6].sort for row in first.rows][:3] == pytest.approx([-9.0, 4.5, -0.8])
     assert len(first.notes) == 1
+
+
+@pytest.mark.parametrize(
+    ("averages", "outcome"),
+    [
+        ((0.8347, 0.8302, 0.8521), "reached"),  # one point below 84.9, and in floating point a little more
+        ((0.838, 0.8380, 0.8380), "missed by 1.1"),
+        ((0.859, 0.8590, 0.8590), "reached"),
+        ((0.860, 0.8600, 0.8600), "exceeded by 1.1"),
+        ((0.800, 0.8100, 0.8200), "missed by 3.9"),  # beyond 2.5 deviations, which three seeds tell from chance
+        ((0.815, 0.8250, 0.8350), "missed by 2.4, within chance"),
+        ((0.845,), "reached, one seed"),
+        ((0.900,), "exceeded by 5.1, one seed"),
+    ],
+)
+def test_what_is_a_point_apart_is_reached_and_what_is_farther_may_be_chance(averages, outcome):
+    found = claimed(told("ewc", *averages, strength=1.0, protocol="fisher"))
+    assert found["EWC, exact Fisher", "ewc"][2] == outcome
+
+
+def test_joint_training_a_point_below_misses_nothing_and_is_held_to_joint_training():
+    below = told("ewc", 0.83, 0.83, strength=1.0, protocol="hsu-class")
+    found = claimed(below, told("joint", 0.97, 0.97, protocol="hsu-class"))
+    assert found["joint", "joint"] == ("97.00 ± 0.00", "–", "reached", "–")
+    check = told("ewc", 0.83, 0.83, strength=1.0, protocol="avalanche-ewc-sgd")  # 94
+    for joint, more in ((0.931, ""), (0.929, ", not even jointly")):
+        found = claimed(check, told("joint", joint, joint, protocol="avalanche-ewc-sgd"))
+        assert found["EWC", "ewc"][2] == f"missed by 11.0{more}"
+
+
+def test_published_numbers_are_laid_beside_no_other_numbers():
+    """A run of one's own under a protocol's name, and one with more epochs."""
+    numbers = numbers_of(PROTOCOLS["vcl"])
+    for other in ({}, {**numbers, "training": {**numbers["training"], "epochs": 20}}):
+        (board,) = tables(told("si", 0.85, strength=1.0, job={"numbers": other}))
+        assert [row.published for row in board.rows] == [False]
+    own = told("si", 0.99, 0.99, strength=1.0, made={"version": "2"}, job={"numbers": {}})
+    first, *_ = tables([*told("si", 0.85, 0.85, strength=1.0), *own])
+    assert [cell.text for cell in first.rows[0].cells[4:8]] == [
+        "85.00 ± 0.00",
+        "–",
+        "reached",
+        "85.00 ± 0.00, si [1.0]",
+    ]
+
+
+def test_of_strengths_that_were_chosen_the_one_over_the_most_tasks_stands():
+    two, three, four = (
+        [
+            result("si", 100, [[0.9]] * (tasks - 1) + [[average] * tasks], strength=strength, validating=True,
+                   protocol="vcl")
+            for strength, average in zip((10.0, 100.0), averages, strict=True)
+        ]
+        for tasks, averages in ((2, (0.9, 0.8)), (3, (0.8, 0.9)), (4, (0.9, 0.8)))
+    )  # fmt: skip
+    at_ten = told("si", 0.85, 0.85, strength=10.0, chosen=True)
+    at_hundred = told("si", 0.80, 0.80, strength=100.0, chosen=True, made={"date": "2027-01-01"})
+    found = claimed(at_ten, at_hundred, two, three, four)
+    assert found["SI", "si"][1:3] == ("85.00 ± 0.00 at 10 (validation data)", "reached")
+    found = claimed(at_ten, at_hundred, two, three)
+    assert found["SI", "si"][1] == "80.00 ± 0.00 at 100 (validation data)"
+
+
+def test_a_best_strength_is_of_several_and_no_lucky_seed():
+    one = told("si", 0.80, 0.80, strength=1.0)
+    assert claimed(one, told("si", 0.86, strength=10.0))["SI", "si"] == (
+        "80.00 ± 0.00", "–", "missed by 6.0", "80.00 ± 0.00, si",
+    )  # fmt: skip
+    assert claimed(one, told("si", 0.86, 0.86, strength=10.0))["SI", "si"][1:] == (
+        "86.00 ± 0.00 at 10 (test data)", "reached", "86.00 ± 0.00, si at 10 (test data)",
+    )  # fmt: skip
+    # The same strength by two versions is one; without a strength there is nothing that could be the best.
+    newer = told("si", 0.81, 0.81, strength=1.0, made={"version": "2", "date": "2027-01-01"})
+    assert claimed(one, newer)["SI", "si"][:2] == ("81.00 ± 0.00", "–")
+    worse = told("si", 0.78, 0.78, strength=1.0, made={"version": "2", "date": "2027-01-01"})
+    assert claimed(one, worse)["SI", "si"][0] == "78.00 ± 0.00"
+    alone = told("si", 0.80, strength=1.0), told("si", 0.86, strength=10.0)
+    assert claimed(*alone)["SI", "si"][1:3] == ("86.00 at 10 (test data)", "reached, one seed")
+    more = told("si", 0.79, 0.79, 0.79, strength=1.0, made={"version": "0.9", "date": "2025-01-01"})
+    assert claimed(one, newer, more)["SI", "si"][0] == "79.00 ± 0.00"
+    assert claimed(one, told("si", 0.90, 0.90))["SI", "si"][1] == "–"
+
+
+def test_what_is_missing_is_named_by_its_section():
+    first, *_ = tables([*told("si", 0.85), *told("si", 0.85, tasks=3)])
+    assert "SI on" not in first.notes[1]
+    assert "EWC on vcl, 2 tasks, " in first.notes[1]
+    assert first.notes[1].endswith("improved VCL on vcl, 3 tasks.")
 
 
 def test_published_numbers_whose_methods_were_not_run_are_named_and_a_control_has_no_rival():

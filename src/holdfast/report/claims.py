@@ -19,10 +19,10 @@ _HEADINGS = (
 )  # fmt: skip
 _HOW = (
     "Here: the same method at strength 1, where nothing is chosen, and at the best strength: chosen on held-out "
-    "training data, or, where several were given and none was chosen so, on the test data, as most of the published "
-    "ones. The outcome is that of the best strength where there is one. Reached: at most a point apart. Within chance: "
-    "the seeds here are too far apart to tell (Student's t at 5 %). Not even jointly: training on all tasks at once, "
-    "with all the data, misses it here too."
+    "training data (over the most tasks, where that was done twice), or, where several were given and none was chosen "
+    "so, on the test data, as most of the published ones. The outcome is that of the best strength where there is one. "
+    "Reached: at most a point apart, to a tenth. Within chance: the seeds here are too far apart to tell (Student's t "
+    "at 5 %). Not even jointly: training on all tasks at once, with all the data, misses it here too."
 )
 
 
@@ -31,7 +31,7 @@ def claims(sections: Sequence[Section]) -> Table | None:
     rows: list[Row] = []
     missing: list[str] = []
     for section in sections:
-        for each in published(section.protocol):
+        for each in beside(section):
             mine = [row for method in each.ours if (row := _claim(each, method, section))]
             rows += mine
             if not mine:
@@ -42,52 +42,79 @@ def claims(sections: Sequence[Section]) -> Table | None:
     return Table("Every protocol", "Published, and here", _HEADINGS, tuple(rows), tuple(notes))
 
 
+def beside(section: Section) -> list[Published]:
+    """What was published on a section's protocol, if any run of it has the protocol's own numbers."""
+    return published(section.protocol) if any(entry.by_the_book for entry in section.entries) else []
+
+
 def _claim(each: Published, method: str, section: Section) -> Row | None:
     """A published number beside one of our methods; nothing where that was not run."""
-    mine = [entry for entry in section.entries if entry.method == method]
+    mine = _own(section, method)
     plain = _telling(entry for entry in mine if entry.strength in (None, 1))
-    tuned, how = _tuned(mine)
+    tuned, how = _tuned(section, method)
     judged = tuned or plain
     if judged is None:
         return None
-    joint = _telling(entry for entry in section.entries if entry.method == JOINT)
-    best = section.rivals[0] if section.rivals and judged is not joint else None
+    joint = _telling(_own(section, JOINT))
+    rivals = [entry for entry in section.rivals if entry.by_the_book]
+    best = rivals[0] if rivals and judged is not joint else None
     said = ["strength best on test data"] if each.chosen_on_test else []
     cells = (
         word(section.title),
         word(each.method),
-        Cell(f"{each.accuracy:.1f}", each.accuracy),
+        Cell(f"{each.accuracy:g}", each.accuracy),
         word(method),
         _cell(plain),
         _cell(tuned, how),
         _outcome(each.accuracy / 100, judged, joint),
-        _cell(best, "" if best is None else f", {best.name}"),
+        _cell(best, "" if best is None else f", {_named(section, best)}"),
         _cell(joint),
         word("; ".join([*said, *([each.note] if each.note else [])]) or DASH),
     )
     return Row(cells)
 
 
-def _tuned(mine: Sequence[Entry]) -> tuple[Entry | None, str]:
+def _own(section: Section, method: str) -> list[Entry]:
+    return [entry for entry in section.entries if entry.method == method and entry.by_the_book]
+
+
+def _tuned(section: Section, method: str) -> tuple[Entry | None, str]:
     """The entry whose strength was chosen, or the best of several given ones; and what it was chosen on."""
-    if chosen := _telling(entry for entry in mine if entry.chosen_on):
-        return chosen, f" at {chosen.strength:g} ({chosen.chosen_on})"
-    if len({entry.strength for entry in mine}) < 2:
+    mine = [entry for entry in _own(section, method) if entry.strength is not None]
+    if chosen := [entry for entry in mine if entry.chosen_on]:
+        most = max(map(section.chosen_over, chosen))
+        found = _telling(entry for entry in chosen if section.chosen_over(entry) == most)
+        return found, "" if found is None else f" at {found.strength:g} ({found.chosen_on})"
+    several = [entry for entry in mine if len(entry.seeds) > 1] or mine  # one lucky seed is no best
+    if len({entry.strength for entry in several}) < 2:
         return None, ""
-    best = max(mine, key=lambda entry: entry.average)
+    best = max(several, key=lambda entry: entry.average)
     return best, f" at {best.strength:g} (test data)"
 
 
+def _named(section: Section, entry: Entry) -> str:
+    """An entry's name, with what its strength was chosen on."""
+    tuned, how = _tuned(section, entry.method)
+    return f"{entry.method}{how}" if entry is tuned else entry.name
+
+
 def _outcome(claimed: float, judged: Entry, joint: Entry | None) -> Cell:
-    apart = judged.average - claimed
+    apart = _apart(judged, claimed)
     said = "exceeded by" if apart > _POINT else "reached" if apart >= -_POINT else "missed by"
     if said != "reached":
         said += f" {100 * abs(apart):.1f}"
-        if not Paired(apart, *_error(judged)).clear:
-            said += ", within chance" if len(judged.seeds) > 1 else ", one seed"
-    if apart < -_POINT and joint is not None and joint.average - claimed < -_POINT:
+    if len(judged.seeds) == 1:
+        said += ", one seed"
+    elif abs(apart) > _POINT and not Paired(apart, *_error(judged)).clear:
+        said += ", within chance"
+    if apart < -_POINT and joint is not None and _apart(joint, claimed) < -_POINT:
         said += ", not even jointly"
     return Cell(said, 100 * apart)
+
+
+def _apart(entry: Entry, claimed: float) -> float:
+    """How far an entry is above what was published, as exactly as that was told: a tenth of a point."""
+    return round(entry.average - claimed, 3)
 
 
 def _error(entry: Entry) -> tuple[float, int]:

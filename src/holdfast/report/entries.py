@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..bench.catalog import METHODS
-from ..bench.measures import Run
+from ..bench.jobs import numbers_of
+from ..bench.measures import Run, best
+from ..bench.protocols import PROTOCOLS
 from ..bench.results import Result, differing, numbers
 
 
@@ -60,6 +62,11 @@ class Entry:
         return sorted({device_of(one) for one in self.results})
 
     @property
+    def by_the_book(self) -> bool:
+        """Whether its runs have the protocol's own numbers: what was published is laid beside no others."""
+        return all(by_the_book(one) for one in self.results)
+
+    @property
     def in_turn(self) -> bool:
         return all(run.in_turn for run in self.runs)
 
@@ -98,6 +105,11 @@ class Section:
         alone = [entry for entry in self.entries if not entry.keeps_data]
         return [entry for entry in alone if len(entry.seeds) > 1] or alone
 
+    def chosen_over(self, entry: Entry) -> int:
+        """Of how many tasks an entry's strength is the best one on validation data: the most, and none without runs."""
+        found = [(tasks_of(tried[-1]), scores(tried).get(entry.method)) for tried in self.tried]
+        return max((tasks for tasks, each in found if each and best(each) == entry.strength), default=0)
+
     @property
     def timed(self) -> list[Entry]:
         """The entries whose seconds can be compared: those of one device, or all, if every label tells its own."""
@@ -114,6 +126,25 @@ class Section:
 
 def device_of(one: Result) -> str:
     return str(one.made.get("device") or "unknown")
+
+
+def tasks_of(one: Result) -> int:
+    return len(one.run.accuracy[-1])
+
+
+def by_the_book(one: Result) -> bool:
+    """Whether a run has the numbers of the protocol that it names, as the bench has them today."""
+    known = PROTOCOLS.get(one.protocol)
+    return known is not None and not differing([one.job, {"numbers": numbers_of(known)}])
+
+
+def scores(tried: Sequence[Result]) -> dict[str, dict[float, float]]:
+    """The average accuracy of each method at each strength, by the newest run."""
+    found: dict[str, dict[float, float]] = {}
+    for one in tried:
+        if one.strength is not None:
+            found.setdefault(one.run.method, {})[one.strength] = one.run.average
+    return dict(sorted(found.items()))
 
 
 def distinct(values: Iterable[object]) -> list[str]:

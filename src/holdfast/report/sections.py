@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
-from ..bench.jobs import numbers_of
 from ..bench.protocols import PROTOCOLS
 from ..bench.results import Result, differing, grouped
-from .entries import Entry, Section, device_of
+from .entries import Entry, Section, by_the_book, device_of, tasks_of
 
 # What of how a run was made tells entries apart, and what is said of it where it differs.
 _APART = ("version", "device", "data")
@@ -28,10 +27,10 @@ def sections(results: Sequence[Result], *, across: Collection[str] = ()) -> list
     found = []
     for protocol, group in sorted(grouped(list(results)), key=lambda each: _place(each[0])):
         tried = _tried([one for one in results if one.validating and one.protocol == protocol], apart)
-        sizes = sorted({_tasks(one) for one in group})
+        sizes = sorted({tasks_of(one) for one in group})
         for size in sizes:
             title = protocol if len(sizes) == 1 else f"{protocol}, {size} tasks"
-            mine = [one for one in group if _tasks(one) == size]
+            mine = [one for one in group if tasks_of(one) == size]
             found.append(_section(protocol, title, size, mine, tried if size == sizes[-1] else (), apart))
     return found
 
@@ -67,9 +66,8 @@ def _description(protocol: str, kept: Sequence[Result]) -> str:
     told = [one for one in sorted(kept, key=lambda one: one.date) if one.job.get("description")]
     if not told:
         return ""
-    known = PROTOCOLS.get(protocol)
-    if known is not None and not differing([told[-1].job, {"numbers": numbers_of(known)}]):
-        return known.about
+    if by_the_book(told[-1]):
+        return PROTOCOLS[protocol].about
     return str(told[-1].job["description"])
 
 
@@ -96,7 +94,7 @@ def _tried(results: Sequence[Result], apart: Sequence[str]) -> tuple[tuple[Resul
     alike: dict[int, list[Result]] = {}
     for one in in_time:
         if all(one.made.get(name) == in_time[-1].made.get(name) for name in apart):
-            alike.setdefault(_tasks(one), []).append(one)
+            alike.setdefault(tasks_of(one), []).append(one)
     return tuple(
         tuple(one for one in group if one.run.seed == group[-1].run.seed and not differing([one.job, group[-1].job]))
         for _, group in sorted(alike.items())
@@ -140,10 +138,6 @@ def _notes(entries: Sequence[Entry], kept: Sequence[Result], others: int, device
         first = f"those on {device} go first, and of several " if device else ""
         notes.append(f"{runs} of the same method, strength and seed left out: {first}the newest counts.")
     return notes
-
-
-def _tasks(result: Result) -> int:
-    return len(result.run.accuracy[-1])
 
 
 def _chosen_on(result: Result) -> str:

@@ -6,11 +6,11 @@ import math
 from collections.abc import Collection, Sequence
 
 from ..bench.measures import at_an_end, best, paired
-from ..bench.published import Published, published
+from ..bench.published import Published
 from ..bench.results import Result
 from .cells import DASH, MEASURES, Cell, Row, Table, counted, shown, word
-from .claims import claims
-from .entries import Entry, Section
+from .claims import beside, claims
+from .entries import Entry, Section, scores, tasks_of
 from .sections import sections
 
 _KEPT = [measure.name for measure in MEASURES].index("kept_bytes")
@@ -30,7 +30,7 @@ def leaderboard(section: Section) -> Table:
     """Every method by its average accuracy, ours and the published ones, the best first."""
     # Labels do not tell devices that stand together, and seconds compare on one alone.
     together = bool(section.device) and any(entry.devices != [section.device] for entry in section.entries)
-    rows = [*(_measured(entry, together) for entry in section.entries), *map(_published, published(section.protocol))]
+    rows = [*(_measured(entry, together) for entry in section.entries), *map(_published, beside(section))]
     average = 3
     rows.sort(key=lambda row: -float(row.cells[average].sort))
     return Table(
@@ -81,10 +81,10 @@ def _sweep(section: Section, tried: Sequence[Result]) -> Table | None:
         method: [newest.get((method, strength)) for strength in strengths]
         for method in sorted({method for method, _ in newest})
     }
-    average, tasks = MEASURES[0], f"{len(tried[-1].run.accuracy[-1])} tasks"
+    average, tasks = MEASURES[0], f"{tasks_of(tried[-1])} tasks"
     ends = [
         f"{method} did best at the {end} strength that was tried: beyond it may be better ones."
-        for method, each in _scores(tried).items()
+        for method, each in scores(tried).items()
         if len(each) > 1 and (end := at_an_end(each))
     ]
     return Table(
@@ -106,7 +106,7 @@ def _sweep(section: Section, tried: Sequence[Result]) -> Table | None:
 
 def _chosen_otherwise(section: Section, methods: Collection[str]) -> list[str]:
     """Which strengths that were chosen are the best of no table here."""
-    bests = {(method, best(each)) for tried in section.tried for method, each in _scores(tried).items()}
+    bests = {(method, best(each)) for tried in section.tried for method, each in scores(tried).items()}
     return [
         f"{method} stands at {strength:g}: it was chosen from other runs than these."
         for method, strength in dict.fromkeys(
@@ -114,15 +114,6 @@ def _chosen_otherwise(section: Section, methods: Collection[str]) -> list[str]:
         )
         if method in methods and strength is not None and (method, strength) not in bests
     ]
-
-
-def _scores(tried: Sequence[Result]) -> dict[str, dict[float, float]]:
-    """The average accuracy of each method at each strength, by the newest run."""
-    scores: dict[str, dict[float, float]] = {}
-    for one in tried:
-        if one.strength is not None:
-            scores.setdefault(one.run.method, {})[one.strength] = one.run.average
-    return dict(sorted(scores.items()))
 
 
 def _measured(entry: Entry, together: bool) -> Row:
@@ -140,7 +131,7 @@ def _published(one: Published) -> Row:
     dash = Cell(DASH, math.nan)
     strength = Cell("chosen on test data", math.nan) if one.chosen_on_test else dash
     source = f"{one.source}; {one.note}" if one.note else one.source
-    average = Cell(shown(one.accuracy, 1), one.accuracy)
+    average = Cell(f"{one.accuracy:g}", one.accuracy)
     rest = [dash] * (len(MEASURES) - 1)
     return Row((word(f"{one.method} (published)"), strength, dash, average, *rest, word(source)), published=True)
 
