@@ -74,6 +74,15 @@ def test_the_hessian_is_that_of_the_cpu(case):
     torch.testing.assert_close(flat(there.entries).cpu(), flat(here.entries), rtol=1e-7, atol=1e-9)
 
 
+def test_an_estimate_of_the_hessian_has_the_signs_of_the_cpu():
+    case = next(case for case in CASES if case.forward is None and case.name != "lstm")
+    here, there = (
+        holdfast.hutchinson_hessian(case.model().to(device), case.batches((5, 2)), case.likelihood, probes=3, seed=1)
+        for device in ("cpu", "cuda")
+    )
+    torch.testing.assert_close(flat(there.entries).cpu(), flat(here.entries), rtol=1e-7, atol=1e-9)
+
+
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_a_memory_from_the_cpu_holds_a_model_on_the_gpu_under_mixed_precision(fused, dtype):

@@ -36,6 +36,7 @@ _PER_TASK = "one penalty per task, as ewc-original"
 _EWC = ("ewc-original", "ewc")  # one penalty per task; one running penalty
 _RUNNING = ("ewc", "ewc-online")  # with nothing decayed, as Hsu's code and van de Ven's; with a decay, as Schwarz's
 _VARIATIONAL = ("mean-field", "ivon")
+_KRONECKER = ("kronecker", "kronecker-rotated")  # one posterior, and steps as they are or in its eigenvectors
 
 PUBLISHED: tuple[Published, ...] = (
     Published("vcl", "EWC", 84.0, _NGUYEN, _EWC, chosen_on_test=True),
@@ -48,7 +49,7 @@ PUBLISHED: tuple[Published, ...] = (
     Published("vandeven", "joint", 97.6, _VEN, ("joint",)),
     Published("zenke", "SI", 96.9, _ZENKE, ("si",), chosen_on_test=True),
     Published("zenke", "joint", 98.3, _ZENKE, ("joint",)),
-    Published("ritter", "Kronecker Laplace", 90.0, _RITTER, ("kronecker",), note="read off a figure: over 90"),
+    Published("ritter", "Kronecker Laplace", 90.0, _RITTER, _KRONECKER, note="read off a figure: over 90"),
     Published("hsu-task", "EWC", 98.6, _HSU, _EWC, chosen_on_test=True),
     Published("hsu-task", "online EWC", 99.1, _HSU, _RUNNING, chosen_on_test=True),
     Published("hsu-task", "LwF", 99.6, _HSU, ("lwf",), chosen_on_test=True),
