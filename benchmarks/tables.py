@@ -25,9 +25,8 @@ from typing import Any
 
 from holdfast.bench.catalog import JOINT
 from holdfast.bench.measures import spread
-from holdfast.bench.published import published
 from holdfast.bench.results import collected, grouped
-from holdfast.report.claims import claims
+from holdfast.report.claims import beside, claims
 from holdfast.report.entries import Section
 from holdfast.report.sections import sections
 from holdfast.report.tables import sweeps
@@ -193,7 +192,7 @@ def leaderboards() -> list[str]:
             shown = "" if entry.strength is None else f"{entry.strength:g}{chosen}"
             costs = [" and ".join(devices), *(f"{mean:.0f}" if alike else "–" for mean in means), kept]
             lines.append(f"| {entry.method} | {shown} | {' | '.join([*cells, *costs])} |")
-        for each in published(section.protocol):
+        for each in beside(section):
             how = "best on test data" if each.chosen_on_test else ""
             note = f"; {each.note}" if each.note else ""
             lines.append(f"| *{each.method}, {each.source}{note}* | {how} | {each.accuracy:g} | | | | | | |")
