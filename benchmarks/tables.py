@@ -23,13 +23,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from holdfast.bench.catalog import JOINT
 from holdfast.bench.measures import spread
 from holdfast.bench.results import collected, grouped
-from holdfast.report.claims import beside, claims
+from holdfast.report.cells import Table
+from holdfast.report.claims import claims
 from holdfast.report.entries import Section
 from holdfast.report.sections import sections
-from holdfast.report.tables import sweeps
+from holdfast.report.tables import leaderboard, sweeps
 from holdfast.report.texts import grid
 
 RESULTS = Path(__file__).parent / "results"
@@ -167,46 +167,38 @@ def measured() -> list[Section]:
 
 
 def leaderboards() -> list[str]:
-    """A table for each protocol of the bench, the published numbers below the measured ones."""
+    """For each protocol of the bench some columns of its leaderboard, and the strengths that were tried."""
     lines: list[str] = []
     for section in measured():
         newest, about = max(section.results, key=lambda one: one.date), section.description.rstrip("?")
+        devices = " and ".join(sorted({_device(one.made["device"]) for one in section.results}))
         lines += [
             f"## {section.title}",
             "",
-            f"{about[:1].upper()}{about[1:]}. To {newest.date.date().isoformat()}:",
+            f"{about[:1].upper()}{about[1:]}. To {newest.date.date().isoformat()}, {devices}:",
             "",
-            "| method | strength | average, % | forgotten, points | each when new, % | on | learning, s "
-            "| remembering, s | kept, MB |",
-            "|---|---|---|---|---|---|---|---|---|",
+            grid(_columns(leaderboard(section), SHOWN)),
+            "",
         ]
-        for entry in section.entries:
-            runs = entry.runs
-            cells = [_two([getattr(run, each) for run in runs]) for each in ("average", "forgetting", "newest")]
-            devices = sorted({_device(one.made["device"]) for one in entry.results})
-            # Seconds of a CPU and of a GPU make no mean.
-            alike = len(devices) == 1
-            means = [statistics.fmean(sum(getattr(run, each)) for run in runs) for each in SECONDS]
-            kept = "all data" if entry.method == JOINT else f"{runs[0].kept_bytes[-1] / 1e6:.1f}"
-            chosen = f", chosen on {entry.chosen_on}" if entry.chosen_on else ""
-            shown = "" if entry.strength is None else f"{entry.strength:g}{chosen}"
-            costs = [" and ".join(devices), *(f"{mean:.0f}" if alike else "–" for mean in means), kept]
-            lines.append(f"| {entry.method} | {shown} | {' | '.join([*cells, *costs])} |")
-        for each in beside(section):
-            how = "best on test data" if each.chosen_on_test else ""
-            note = f"; {each.note}" if each.note else ""
-            lines.append(f"| *{each.method}, {each.source}{note}* | {how} | {each.accuracy:g} | | | | | | |")
-        lines.append("")
         for strengths in sweeps(section):
             lines += [f"{strengths.title}. {' '.join(strengths.notes)}", "", grid(strengths), ""]
     return lines[:-1]
+
+
+def _columns(table: Table, headings: tuple[str, ...]) -> Table:
+    places = [table.headings.index(heading) for heading in headings]
+    rows = (replace(row, cells=tuple(row.cells[place] for place in places)) for row in table.rows)
+    return replace(table, headings=headings, rows=tuple(rows))
 
 
 def _device(told: str) -> str:
     return told.split(",")[0].removeprefix("NVIDIA ")
 
 
-SECONDS = ("learning_seconds", "remembering_seconds")
+SHOWN = (
+    "method", "strength", "seeds", "average, %", "forgotten, points", "each when new, %", "learning, s",
+    "remembering, s", "kept, MB", "source",
+)  # fmt: skip
 
 
 def _two(values: list[float]) -> str:

@@ -383,6 +383,7 @@ def test_published_numbers_are_laid_beside_no_other_numbers():
     for other in ({}, {**numbers, "training": {**numbers["training"], "epochs": 20}}):
         (board,) = tables(told("si", 0.85, strength=1.0, job={"numbers": other}))
         assert [row.published for row in board.rows] == [False]
+        assert "published on vcl is not laid beside" in board.notes[-1]
     own = told("si", 0.99, 0.99, strength=1.0, made={"version": "2"}, job={"numbers": {}})
     first, *_ = tables([*told("si", 0.85, 0.85, strength=1.0), *own])
     assert [cell.text for cell in first.rows[0].cells[4:8]] == [

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 
-from ..bench.measures import at_an_end, best, paired
-from ..bench.published import Published
+from ..bench.measures import at_an_end, paired
+from ..bench.published import Published, published
 from ..bench.results import Result
 from .cells import DASH, MEASURES, Cell, Row, Table, counted, shown, word
 from .claims import beside, claims
@@ -38,9 +38,19 @@ def leaderboard(section: Section) -> Table:
         "Leaderboard",
         ("method", "strength", "seeds", *(measure.heading for measure in MEASURES), "source"),
         tuple(rows),
-        section.notes,
+        (*section.notes, *_not_beside(section)),
         best_first=average,
     )
+
+
+def _not_beside(section: Section) -> list[str]:
+    """That what was published on a protocol is of other numbers than all the runs here, where it is."""
+    if beside(section) or not published(section.protocol):
+        return []
+    return [
+        f"What was published on {section.protocol} is not laid beside these runs: their numbers are not the protocol's "
+        "own, as this version has them."
+    ]
 
 
 def comparisons(section: Section) -> Table | None:
@@ -106,14 +116,13 @@ def _sweep(section: Section, tried: Sequence[Result]) -> Table | None:
 
 def _chosen_otherwise(section: Section, methods: Collection[str]) -> list[str]:
     """Which strengths that were chosen are the best of no table here."""
-    bests = {(method, best(each)) for tried in section.tried for method, each in scores(tried).items()}
-    return [
-        f"{method} stands at {strength:g}: it was chosen from other runs than these."
-        for method, strength in dict.fromkeys(
-            (entry.method, entry.strength) for entry in section.entries if entry.chosen_on
-        )
-        if method in methods and strength is not None and (method, strength) not in bests
-    ]
+    chosen = [entry for entry in section.entries if entry.chosen_on and entry.method in methods]
+    said = (
+        f"{entry.method} stands at {entry.strength:g}: it was chosen from other runs than these."
+        for entry in chosen
+        if entry.strength is not None and not section.chosen_over(entry)
+    )
+    return list(dict.fromkeys(said))
 
 
 def _measured(entry: Entry, together: bool) -> Row:
