@@ -49,7 +49,7 @@ class Distilled:
             return
         known, training = self.known, trainer.training
         terms: list[Any] = [known] if self.curvature else []
-        terms += [self._term(model, old, kept, task, trainer) for old, kept in self._groups()]
+        terms += [self._term(model, olds, kept, task, trainer) for olds, kept in self._asked()]
         trainer.fit(model, task, lambda optimizer: hold(
             optimizer, model, terms, num_data=training.count(task.train.y), strength=self.strength, unit=training.unit,
             freeze_statistics=False,
@@ -80,14 +80,37 @@ class Distilled:
             groups[key] = (old, groups[key][1] + part if key in groups else part)
         return list(groups.values())
 
-    def _term(self, model: nn.Module, old: Task, kept: Any, task: Task, trainer: Trainer) -> Distillation:
+    def _asked(self) -> list[tuple[list[Task], Any]]:
+        """Those of them that are asked about the same inputs, together: one pass through the model answers for all
+        heads that are alike and stand for as much data."""
+        if self.keep is not None:
+            return [([old], kept) for old, kept in self._groups()]
+        alike: dict[tuple[int, float], list[Task]] = {}
+        for old, count in self._groups():
+            alike.setdefault((len(old.outputs or ()), count), []).append(old)
+        return [(olds, len(olds) * count) for (_, count), olds in alike.items()]
+
+    def _term(self, model: nn.Module, olds: list[Task], kept: Any, task: Task, trainer: Trainer) -> Distillation:
         inputs = kept if isinstance(kept, Probes) else new_inputs(model, num_data=kept, unit=trainer.training.unit)
-        answers = old.judged_after(task)
-        classes = len(old.outputs) if old.grows and old.outputs else None
+        latest = olds[-1]
+        classes = len(latest.outputs) if latest.grows and latest.outputs else None
         return distill(
             model, Memory.of(self.known or prior(model), model), inputs, trainer.training.likelihood, batch=self.batch,
-            classes=classes, seed=trainer.seed, forward=answers.logits,
+            classes=classes, seed=trainer.seed, forward=_answering([old.judged_after(task) for old in olds]),
         )  # fmt: skip
+
+
+def _answering(tasks: list[Task]) -> Callable[[nn.Module, Tensor], Tensor]:
+    """How a model is asked for the answers of some tasks: those of several under each other, out of one pass."""
+    if len(tasks) == 1:
+        return tasks[0].logits
+    every = replace(tasks[0], outputs=None)
+
+    def answers(model: nn.Module, x: Tensor) -> Tensor:
+        found = every.logits(model, x)
+        return torch.cat([task.own(found) for task in tasks])
+
+    return answers
 
 
 def _emptied(task: Task) -> Task:

@@ -139,6 +139,10 @@ class Task:
                 f"the model answers `{self.name}` with a {type(found).__name__}, and not with a tensor of outputs: "
                 "wrap it in a module that takes them out."
             )
+        return self.own(found)
+
+    def own(self, found: Tensor) -> Tensor:
+        """Of all that the model says, the outputs that may answer."""
         if self.outputs is None or (self.outputs[0], len(self.outputs)) == (0, found.shape[-1]):
             return found
         first, last = self.outputs[0], self.outputs[-1]
