@@ -3,7 +3,12 @@
     python benchmarks/bench_steps.py --protocols vandeven,cifar10-class,fisher --data FOLDER --out FILE
 
 Milliseconds a step, medians of several fits in turn, and the kernels that a step is made of, those that take longest
-first. Elsewhere than on a GPU there is nothing to record, and no kernels are told.
+first. Elsewhere than on a GPU there is nothing to record, and no kernels are told. `--leave-out` shows what the things
+are worth that training does for a GPU's sake:
+
+    timing   convolutions are timed at their first use; without it cuDNN guesses which way is fastest
+    layout   pictures have their channels innermost; without it each channel is a picture of its own
+    norms    BatchNorm is cuDNN's; without it it is torch's own
 """
 
 from __future__ import annotations
@@ -15,6 +20,7 @@ import platform
 import statistics
 import time
 from collections import Counter
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from datetime import date
@@ -22,7 +28,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 from torch.autograd import DeviceType
+from torch.backends import cudnn
 from torch.profiler import ProfilerActivity, profile
 
 import holdfast
@@ -32,6 +41,7 @@ from holdfast.bench.machine import present, warm
 from holdfast.bench.protocols import PROTOCOLS
 from holdfast.bench.training import Trainer
 
+_FOR_A_GPU = ("timing", "layout", "norms")
 _EXAMPLES = 2000  # that what is held to is taken from
 _TOLD = 12  # of the kernels
 
@@ -73,6 +83,24 @@ def _kernels(way: Any, model: torch.nn.Module, task: Any, numbers: Any) -> dict[
     return {"kernels": round(count / numbers.steps, 1), "microseconds": longest}
 
 
+def leave_out(what: str) -> None:
+    """Train without one of the things that are done for a GPU's sake."""
+    if what == "timing":
+        training._fastest = nullcontext
+    elif what == "layout":
+        training._laid_out = lambda x: x
+    elif what == "norms":
+        of_cudnn = F.batch_norm
+        F.batch_norm = lambda *args, **numbers: _without_cudnn(of_cudnn, *args, **numbers)
+    else:
+        raise SystemExit(f"--leave-out takes {', '.join(_FOR_A_GPU)}, got {what!r}.")
+
+
+def _without_cudnn(norm: Callable[..., Tensor], *args: Any, **numbers: Any) -> Tensor:
+    with cudnn.flags(enabled=False, benchmark=cudnn.benchmark, allow_tf32=cudnn.allow_tf32):
+        return norm(*args, **numbers)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--protocols", default="digits")
@@ -81,11 +109,12 @@ def main() -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--guessed", action="store_true", help="convolutions by cuDNN's guess, and not by a trial")
+    parser.add_argument("--leave-out", default="", help="timing, layout or norms, or several of them with commas")
     parser.add_argument("--out", type=Path, help="write the results as JSON")
     options = parser.parse_args()
-    if options.guessed:
-        training._fastest = nullcontext
+    left_out = [each for each in options.leave_out.split(",") if each]
+    for each in left_out:
+        leave_out(each)
     if options.data:
         os.environ["HOLDFAST_DATA"] = str(options.data)
     device = present(options.device)
@@ -93,7 +122,7 @@ def main() -> None:
     results: dict[str, Any] = {
         "device": torch.cuda.get_device_name() if device.startswith("cuda") else f"CPU, {platform.machine()}",
         "torch": torch.__version__, "holdfast": holdfast.__version__, "date": date.today().isoformat(),
-        "steps": options.steps, "rounds": options.rounds, "guessed": options.guessed,
+        "steps": options.steps, "rounds": options.rounds, "left out": left_out,
     }  # fmt: skip
     for protocol in options.protocols.split(","):
         for method in options.methods.split(","):
