@@ -180,6 +180,10 @@ def test_what_is_learned_all_at_once_is_told_to_keep_all_data_and_never_sorts_as
     ]  # fmt: skip
     assert board.numeric(column)
     assert alone.rows[0].cells[column].text == "0"
+    lines = list(csv_module.DictReader(io.StringIO(csv(runs), newline="")))
+    assert sorted((line["method"], line["kept_bytes"]) for line in lines) == [
+        ("fine-tuning", "0"), ("joint", ""), ("one", "0"),
+    ]  # fmt: skip
 
 
 def test_the_likelihood_of_training_that_diverged_is_told_by_its_size():

@@ -270,7 +270,8 @@ def from_a_file(rank: int) -> dict:
 
 
 def errors(rank: int) -> dict:
-    from holdfast.folder import checkpoint, disk
+    from holdfast import file
+    from holdfast.folder import checkpoint
 
     model, found = sharded(), {}
     known, good = memory(model), FOLDER / "sharded"
@@ -299,7 +300,8 @@ def errors(rank: int) -> dict:
         found["a full disk"] = fails(holdfast.save, memory(model, 5.0), good)
         found["a full disk, anew"] = fails(holdfast.save, memory(model, 5.0), FOLDER / "new")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(disk, "synced", full_disk)
+        synced = file.synced
+        patch.setattr(file, "synced", lambda path: full_disk() if path.suffix == ".tmp" else synced(path))
         found["no manifest"] = fails(holdfast.save, memory(model, 5.0), good)
     distributed.barrier()
     found["left by a full disk"] = ("yes", str((len(os.listdir(good)), (FOLDER / "new").exists())))

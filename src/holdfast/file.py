@@ -43,12 +43,24 @@ def write(
     # The file takes its name: of a device, /dev/null say, nothing would be left.
     if not target.name or "\0" in str(target) or (os.path.exists(target) and not os.path.isfile(target)):
         raise MemoryFileError(f"{str(path)!r} is not a file to write to. Give a name such as memory.safetensors.")
-    temporary = target.with_name(f".{secrets.token_hex(8)}.tmp")
     try:
-        put(temporary, alone, {_KEY: description})
-        os.replace(temporary, target)
+        with replacing(target) as temporary:
+            put(temporary, alone, {_KEY: description})
     except (OSError, SafetensorError) as error:
         raise MemoryFileError(f"{target} could not be written: {error}.") from error
+
+
+@contextlib.contextmanager
+def replacing(target: Path) -> Iterator[Path]:
+    """A new name beside `target` to write to. What is there at the end takes its place, down to the disk.
+
+    No reader ever sees half of it, and nothing is left of it if something fails.
+    """
+    temporary = target.with_name(f".{secrets.token_hex(8)}.tmp")
+    try:
+        yield temporary
+        synced(temporary)
+        os.replace(temporary, target)
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)

@@ -38,6 +38,11 @@ class Run:
         return len(self.accuracy) == len(self.accuracy[-1]) > 1
 
     @property
+    def at_once(self) -> bool:
+        """Whether all tasks were learned together, which keeps the data of all of them."""
+        return len(self.accuracy) < len(self.accuracy[-1])
+
+    @property
     def average(self) -> float:
         """The mean accuracy over all tasks at the end."""
         return statistics.fmean(self.accuracy[-1])

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
 import json
 import math
-import os
-import secrets
 import stat
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -18,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ArgumentError, DataError, HoldfastWarning
+from ..file import replacing
 from .measures import Run
 from .sound import require_sound
 
@@ -127,18 +125,11 @@ def write_whole(target: Path, text: str) -> None:
         target.write_text(text, encoding="utf-8", newline="")  # /dev/stdout, a pipe
         return
     target = target.resolve()  # what a link stands for is written, and the link stays
-    temporary = target.with_name(f".{secrets.token_hex(8)}.tmp")
-    try:
+    with replacing(target) as temporary:
         with open(temporary, "x", encoding="utf-8", newline="") as file:
             file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
         if target.exists():
-            os.chmod(temporary, stat.S_IMODE(target.stat().st_mode))
-        os.replace(temporary, target)
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
+            temporary.chmod(stat.S_IMODE(target.stat().st_mode))
 
 
 def read(source: Path) -> Result:

@@ -14,7 +14,7 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from ..errors import MemoryFileError
-from ..file import Keys, synced
+from ..file import Keys, replacing
 from .manifest import DATA, NAME, Manifest, parsed
 
 _LONGEST = 1 << 28  # of a manifest, in bytes: a million pieces take half of it
@@ -30,17 +30,8 @@ def new_data() -> str:
 def put(path: Path, manifest: Manifest) -> None:
     """Let the manifest take the place of the one before; from here on, the folder is this memory."""
     parsed(path, manifest.text, None)  # what could not be read again is not written
-    temporary = path / f".{secrets.token_hex(8)}.tmp"
-    try:
-        with open(temporary, "x", encoding="utf-8") as file:
-            file.write(manifest.text)
-        synced(temporary)
-        os.replace(temporary, path / NAME)
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
-    with contextlib.suppress(OSError):  # some file systems cannot; the manifest is in place all the same
-        synced(path)
+    with replacing(path / NAME) as temporary, open(temporary, "x", encoding="utf-8") as file:
+        file.write(manifest.text)
 
 
 def cleared(path: Path, keep: str, began: int) -> None:

@@ -84,7 +84,7 @@ MEASURES: tuple[Measure, ...] = (
     Measure("nll, nats", "nll", lambda run: run.average_nll, 1, 3),
     Measure("learning, s", "learning_seconds", lambda run: _total(run.learning_seconds)),
     Measure("remembering, s", "remembering_seconds", lambda run: _total(run.remembering_seconds)),
-    Measure("kept, MB", "kept_bytes", lambda run: run.kept_bytes[-1] if run.kept_bytes else math.nan, 1e-6),
+    Measure("kept, MB", "kept_bytes", lambda run: _kept(run.kept_bytes, run.at_once), 1e-6),
     Measure("peak in learning, MB", "learning_bytes", lambda run: _most(run.learning_bytes), 1e-6),
     Measure("peak in remembering, MB", "remembering_bytes", lambda run: _most(run.remembering_bytes), 1e-6),
 )
@@ -106,6 +106,11 @@ def counted(seeds: int) -> Cell:
 def _digits(amount: float) -> int:
     """Of seconds and megabytes, about three digits that count."""
     return next((digits for below, digits in ((0.1, 4), (10, 2), (100, 1)) if 0 < abs(amount) < below), 0)
+
+
+def _kept(amounts: Sequence[float], at_once: bool) -> float:
+    """What is carried on at the end. Tasks learned at once carry nothing on: their data is kept, and not counted."""
+    return amounts[-1] if amounts and not at_once else math.nan
 
 
 def _most(amounts: Sequence[float]) -> float:

@@ -130,7 +130,7 @@ def _measured(entry: Entry, together: bool) -> Row:
     chosen = f", chosen on {entry.chosen_on}" if entry.chosen_on else ""
     strength = Cell(DASH, math.nan) if entry.strength is None else Cell(f"{entry.strength:g}{chosen}", entry.strength)
     numbers = [measure.cell(entry.runs) for measure in MEASURES]
-    if any(len(run.accuracy) < len(run.accuracy[-1]) for run in entry.runs):  # all at once: it carries nothing on
+    if any(run.at_once for run in entry.runs):
         numbers[_KEPT] = Cell("all data", math.inf)
     source = ", ".join(filter(None, ["measured", entry.made_with, " and ".join(entry.devices) if together else ""]))
     return Row((word(entry.method), strength, counted(count), *numbers, word(source)))

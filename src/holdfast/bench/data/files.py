@@ -8,7 +8,6 @@ import gzip
 import hashlib
 import io
 import os
-import secrets
 import warnings
 import zlib
 from collections.abc import Mapping
@@ -16,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ...errors import DataError, HoldfastWarning
+from ...file import replacing
 from .sources import Source
 
 _LARGEST = 1 << 28  # bytes that a gzipped file may grow to
@@ -192,7 +192,7 @@ def _fetched(dataset: Dataset, source: Source) -> dict[str, File]:
         try:
             for name in names:
                 suffix = ".gz" if _gzipped(name, fetched[name]) else ""
-                write(kept / dataset.folders[0] / f"{name}{suffix}", fetched[name])
+                _write(kept / dataset.folders[0] / f"{name}{suffix}", fetched[name])
         except OSError as error:
             message = f"{dataset.title} could not be kept in {kept}: {error.strerror or error}. Set HOLDFAST_CACHE."
             warnings.warn(HoldfastWarning(message), stacklevel=4)
@@ -203,12 +203,7 @@ def _gzipped(name: str, content: bytes) -> bool:
     return not name.endswith(".gz") and content[:2] == b"\x1f\x8b"
 
 
-def write(path: Path, content: bytes) -> None:
-    """Written to a temporary file beside `path`, which then takes its name: no half file is ever seen under it."""
+def _write(path: Path, content: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{secrets.token_hex(8)}.tmp")
-    try:
+    with replacing(path) as temporary:
         temporary.write_bytes(content)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
