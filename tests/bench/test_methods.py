@@ -381,10 +381,11 @@ class TestDistilled:
 
     def test_merged_probes_do_not_grow(self):
         (apart, each), (merged, one) = self.made("probes", tasks=5), self.made("probes-merged", tasks=5)
-        assert len(each.parts) == 5
-        assert len(one.parts) == 1
+        (((_, several),), ((_, single),)) = each.parts.values(), one.parts.values()
+        assert [len(several.components), len(single.components)] == [5, 1]
         assert merged.kept_bytes[0] == merged.kept_bytes[-1] < apart.kept_bytes[-1]
-        assert one.parts[0][1].num_data == sum(part.num_data for _, part in each.parts)
+        sizes = [len(task.train) for task in PROTOCOLS["digits-class"].sequence(0)]
+        assert single.num_data == several.num_data == sum(sizes)
         with_outputs_of_their_own = self.made("probes-merged", "task")[1]
         assert len(with_outputs_of_their_own.parts) == 3
 
@@ -397,7 +398,7 @@ class TestDistilled:
         changes = {"network": "convolutional", "hidden": (8,)}
         tuned, (held, method) = self.made("fine-tuning", **changes)[0], self.made("probes-feature", **changes)
         assert held.average > tuned.average + 0.2
-        kept = method.parts[0][1]
+        ((_, kept),) = method.parts.values()
         assert kept.layer == "10"
         assert kept.shape == (64,)
         covered = {name.split(".")[0] for name in method.known.precision.shapes}
@@ -464,10 +465,11 @@ class TestDistilled:
         held, tuned = run(method, tasks, model, training), run(FineTuning(), tasks, model, training)
         assert held.accuracy[0][0] > 0.95
         assert held.nll[1][0] < tuned.nll[1][0]
-        kept = method.parts[0][1]
+        ((_, kept),) = method.parts.values()
         assert kept.unit == "token"
-        assert kept.num_data == pytest.approx(512, rel=1e-4)
-        assert float(((kept.inputs[:, 1:] - kept.inputs[:, :-1]) % 16 == 1).double().mean()) > 0.9  # it counts up
+        assert kept.num_data == pytest.approx(2 * 512, rel=1e-4)
+        first = kept.inputs[: len(kept.inputs) // 2]
+        assert float(((first[:, 1:] - first[:, :-1]) % 16 == 1).double().mean()) > 0.9  # it counts up
 
     def test_what_is_kept_of_text_begins_as_the_tasks_sequences_do_and_stands_for_all_tokens(self):
         rows = torch.cat([torch.full((20, 1), 3), torch.full((20, 7), 5)], 1)
@@ -547,11 +549,12 @@ def test_permuted_and_split_protocols_make_models_that_fit():
         assert protocol.model(tasks)(tasks[0].train.x[:2]).shape == (2, protocol.outputs(tasks))
 
 
-def test_a_method_that_distills_carries_no_data_on():
-    method = METHODS["lwf"].make(1.0)
-    tasks = PROTOCOLS["digits-class"].sequence(0)[:2]
-    run(method, tasks, lambda: PROTOCOLS["digits-class"].model(tasks), Training(epochs=1))
-    for (old, _), task in zip(method.parts, tasks, strict=True):
-        assert old.outputs == task.outputs
+@pytest.mark.parametrize(("form", "asked_of"), [("class", [1]), ("task", [0, 1])])
+def test_a_method_that_distills_carries_no_data_on(form, asked_of):
+    method, protocol = METHODS["lwf"].make(1.0), PROTOCOLS[f"digits-{form}"]
+    tasks = protocol.sequence(0)[:2]
+    run(method, tasks, lambda: protocol.model(tasks), Training(epochs=1))
+    for (old, _), index in zip(method.parts.values(), asked_of, strict=True):
+        assert old.outputs == tasks[index].outputs
         assert not old.train.stored.any()
         assert old.train.stored.untyped_storage().nbytes() == old.train.stored.nbytes

@@ -41,7 +41,9 @@ class Distilled:
     batch: int = 128
     merge: bool = False
     known: Posterior | None = None
-    parts: list[tuple[Task, Any]] = field(default_factory=list)
+    parts: dict[Any, tuple[Task, Any]] = field(
+        default_factory=dict
+    )  # by the outputs that answer, the last task of each
 
     def learn(self, model: nn.Module, task: Task, trainer: Trainer) -> None:
         if self.known is None:
@@ -61,32 +63,28 @@ class Distilled:
             consolidate(before, model, self.curvature(model, task, trainer)) if self.curvature else prior(model)
         )  # fmt: skip
         kept = self.keep(model, task, trainer) if self.keep else float(trainer.training.count(task.train.y))
-        self.parts.append((_emptied(task), kept))
-        if self.merge:  # now, not when they are used: what is carried on does not grow
-            self.parts = [
-                (old, part.merged() if isinstance(part, GaussianProbes) else part) for old, part in self._groups()
-            ]
+        # Joined now, not when they are used: old inputs are there once, and what is merged does not grow.
+        answered = None if task.grows or task.outputs is None else task.outputs
+        if answered in self.parts:
+            kept = self.parts[answered][1] + kept
+        if self.merge and isinstance(kept, GaussianProbes):
+            kept = kept.merged()
+        self.parts[answered] = (_emptied(task), kept)
 
     @property
     def kept(self) -> list[Tensor]:
-        found = [tensor for _, part in self.parts if isinstance(part, Probes) for tensor in part.tensors.values()]
+        found = [
+            tensor for _, part in self.parts.values() if isinstance(part, Probes) for tensor in part.tensors.values()
+        ]
         return found + carried(self.known)
 
-    def _groups(self) -> list[tuple[Task, Any]]:
-        """The old tasks that are answered by the same outputs, together."""
-        groups: dict[Any, tuple[Task, Any]] = {}
-        for old, part in self.parts:
-            key = None if old.grows or old.outputs is None else old.outputs
-            groups[key] = (old, groups[key][1] + part if key in groups else part)
-        return list(groups.values())
-
     def _asked(self) -> list[tuple[list[Task], Any]]:
-        """Those of them that are asked about the same inputs, together: one pass through the model answers for all
-        heads that are alike and stand for as much data."""
+        """The old tasks, together where they are asked about the same inputs: one pass through the model answers for
+        all heads that are alike and stand for as much data."""
         if self.keep is not None:
-            return [([old], kept) for old, kept in self._groups()]
+            return [([old], kept) for old, kept in self.parts.values()]
         alike: dict[tuple[int, float], list[Task]] = {}
-        for old, count in self._groups():
+        for old, count in self.parts.values():
             alike.setdefault((len(old.outputs or ()), count), []).append(old)
         return [(olds, len(olds) * count) for (_, count), olds in alike.items()]
 
