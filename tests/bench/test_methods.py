@@ -106,6 +106,20 @@ class TestHeld:
         count = {name: len(next(iter(each.posterior.precision.layers.values()))) for name, each in held.items()}
         assert count == {"sum": 2, "nearest": 1}
 
+    def test_beside_a_norm_there_is_one_nearest_product_too(self, tasks):
+        torch.manual_seed(0)
+        model, trainer = nn.Sequential(nn.Linear(64, 8), nn.LayerNorm(8), nn.ReLU(), nn.Linear(8, 10)), Trainer(QUICK)
+        every, one = Held(kronecker(), every_term), Held(kronecker(), nearest)
+        for task in tasks[:2]:
+            every.remember(model, task, trainer)
+            one.remember(model, task, trainer)
+        (factors, norm), (sum_, same) = one.posterior.precision.terms, every.posterior.precision.terms
+        assert {len(terms) for terms in factors.layers.values()} == {1}
+        assert set(norm.shapes) == {"1.weight", "1.bias"}
+        for name, tensor in sum_.nearest().tensors.items():
+            torch.testing.assert_close(factors.tensors[name], tensor)
+        torch.testing.assert_close(norm.entries["1.weight"], same.entries["1.weight"])
+
     def test_what_is_kept_is_counted(self, tasks):
         model, trainer = learned(tasks[0])
         method = Held(diagonal())

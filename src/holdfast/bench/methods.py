@@ -25,7 +25,7 @@ from ..errors import ArgumentError
 from ..hold import hold
 from ..likelihood import Likelihood, softened
 from ..posterior import Posterior, consolidate, merge, prior
-from ..precision import Diagonal, Kronecker, Precision, Source
+from ..precision import Diagonal, Kronecker, Precision, Source, Sum
 from .tasks import Task
 from .training import Trainer
 
@@ -159,10 +159,10 @@ def every_term(posterior: Posterior, model: nn.Module, found: Precision) -> Post
 
 
 def nearest(posterior: Posterior, model: nn.Module, found: Precision) -> Posterior:
-    """One Kronecker term, the product nearest to the sum."""
+    """One Kronecker term a layer, the product nearest to the sum; what has no factors (norms) adds up by itself."""
     after = consolidate(posterior, model, found, exact=True)
     terms = after.precision
-    return replace(after, precision=terms.nearest() if isinstance(terms, Kronecker) else terms)
+    return replace(after, precision=terms.nearest() if isinstance(terms, Kronecker | Sum) else terms)
 
 
 def per_task(posterior: Posterior, model: nn.Module, found: Precision) -> Posterior:
