@@ -2,6 +2,7 @@
 
 import errno
 import io
+import json
 import os
 import re
 import shlex
@@ -200,7 +201,7 @@ def test_jobs_that_fail_are_told_and_the_others_go_on(tmp_path, monkeypatch):
     failure = Job(QUICK, "ewc", 0).error_path(tmp_path)
     line = f"failed {Job(QUICK, 'ewc', 0).name}: RuntimeError: [red]no luck[/red] All of it: {failure}"
     assert line in result.output.splitlines()
-    assert "more of it" in failure.read_text(encoding="utf-8")
+    assert "more of it" in json.loads(failure.read_text(encoding="utf-8"))["traceback"]
     assert len(collected(tmp_path)) == 1
     monkeypatch.setattr(grid, "execute", lambda job, device, threads: made(job))
     assert bench(*words).exit_code == 0

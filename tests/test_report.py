@@ -13,6 +13,7 @@ from html.parser import HTMLParser
 import pytest
 
 from holdfast.bench.catalog import METHODS
+from holdfast.bench.failures import Failed, Failure
 from holdfast.bench.jobs import Job, numbers_of
 from holdfast.bench.measures import Run, at_an_end
 from holdfast.bench.protocols import PROTOCOLS
@@ -138,6 +139,9 @@ def test_what_keeps_old_inputs_is_no_yardstick_for_what_keeps_none():
         both += [result("EWC", seed, runs[1]) for seed in (0, 1)]
         assert tables(both)[1].title.startswith("Compared with EWC")
     own = [result("mine", seed, runs[0], job={"keeps_data": True}) for seed in (0, 1)]
+    for said, keeps in (({}, True), ({"keeps_data": None}, True), ({"keeps_data": False}, False)):
+        ((entry,),) = (each.entries for each in sections([result("Joint posterior", 0, [[0.9, 0.1]] * 2, job=said)]))
+        assert entry.keeps_data is keeps
     assert tables([*own, *(result("EWC", seed, runs[1]) for seed in (0, 1))])[1].title.startswith("Compared with EWC")
     # One's own runs on all tasks at once, by what they are called or because they have a single stage.
     for name, accuracy in (("Joint, mine", runs[0]), ("all at once", [[0.9, 0.9]])):
@@ -245,6 +249,51 @@ def test_strengths_tried_on_validation_data_are_shown_beside_what_was_chosen(toy
     page = bench_page([*toy, *tried])
     assert table.title in page
     assert table.title not in bench_page(toy)
+
+
+def lost(method, seed, strength, line, *, validating=False, tasks=None, protocol="toy"):
+    numbers = {} if tasks is None else {"numbers": {"tasks": tasks}}
+    job = result(method, seed, [[0.9]], strength=strength, validating=validating, protocol=protocol).job
+    return Failed({**job, **numbers}, Failure(line), MADE)
+
+
+def test_jobs_that_failed_are_told_with_their_protocol(toy):
+    failed = [
+        *(lost("Kronecker", seed, 1e7, "no luck") for seed in (1, 0)),
+        lost("MAS", 0, None, "no luck"),
+        lost("MAS", 1, None, "other words"),
+        lost("EWC", 100, 1.0, "no luck", validating=True),
+        lost("EWC", 0, 1.0, "elsewhere", protocol="other"),
+    ]
+    told = [
+        "Failed: Kronecker at 1e+07 (seeds 0, 1), MAS (seed 0). no luck",
+        "Failed: MAS (seed 1). other words",
+        "Failed on validation data: EWC at 1 (seed 100). no luck",
+    ]
+    board = tables(toy, failed=failed)[0]
+    assert list(board.notes[-3:]) == told
+    assert not any("Failed" in note for note in tables(toy)[0].notes)
+    page = bench_page(toy, failed=failed)
+    assert all(line in page for line in (*told, "Failed: EWC at 1 (seed 0). elsewhere"))
+
+
+def test_a_strength_that_failed_was_tried(toy):
+    tried = [
+        result(method, 100, [[0.9], [share, share]], strength=strength, validating=True)
+        for method, strength, share in (("EWC", 1.0, 0.6), ("EWC", 10.0, 0.8), ("SI", 1.0, 0.7))
+    ]
+    failed = [
+        lost("EWC", 100, 1e3, "no luck", validating=True, tasks=2),
+        lost("MAS", 100, 1e3, "no luck", validating=True),
+        lost("EWC", 100, 1e4, "of another number of tasks", validating=True, tasks=5),
+    ]
+    assert tables([*toy, *tried])[-1].notes[-1].startswith("EWC did best at the largest")
+    table = tables([*toy, *tried], failed=failed)[-1]
+    assert table.headings == ("method", "1", "10", "1000")
+    assert [[cell.text for cell in row.cells] for row in table.rows] == [
+        ["EWC", "60.00", "80.00", "failed"], ["MAS", "–", "–", "failed"], ["SI", "70.00", "–", "–"],
+    ]  # fmt: skip
+    assert not any("did best" in note for note in table.notes)
 
 
 def test_strengths_tried_stand_under_the_longest_protocol_and_those_of_another_seed_do_not(toy):
@@ -587,6 +636,13 @@ def test_the_command_writes_all_three_files_and_says_what_it_left_out(toy, tmp_p
     report_command(folder, page, text, lines)
     assert "broken.json" in capsys.readouterr().err
     assert "broken.json" in page.read_text(encoding="utf-8")
+    write(folder / "9.error.json", lost("MAS", 0, 1.0, "no luck at all"))
+    bundled = tmp_path / "all.jsonl"
+    report_command(folder, page, bundled=bundled)
+    assert "Failed: MAS at 1 (seed 0). no luck at all" in page.read_text(encoding="utf-8")
+    (folder / "9.error.json").unlink()
+    report_command(bundled, page)
+    assert "Failed: MAS at 1 (seed 0). no luck at all" in page.read_text(encoding="utf-8")
     assert text.read_text(encoding="utf-8") == markdown(tables(toy))
     with open(lines, encoding="utf-8", newline="") as file:
         assert len(list(csv_module.DictReader(file))) == len(toy)

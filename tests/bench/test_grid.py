@@ -18,7 +18,7 @@ from holdfast.bench.jobs import Job, code_version, made_on
 from holdfast.bench.jobs import grid as combined
 from holdfast.bench.measures import Run
 from holdfast.bench.protocols import PROTOCOLS
-from holdfast.bench.results import Result, write
+from holdfast.bench.results import Result, with_failures, write
 from holdfast.errors import ArgumentError, DataError, HoldfastWarning
 
 QUICK = PROTOCOLS["digits"].changed(tasks=2, epochs=1)
@@ -146,12 +146,16 @@ def test_a_failure_is_a_line_and_a_file_and_the_others_go_on(tmp_path, monkeypat
     assert outcome.failed == {JOBS[1]: line}
     assert heard == [True, False, True, True]
     assert list(outcome.found) == [JOBS[0], *JOBS[2:]]
-    text = JOBS[1].error_path(tmp_path).read_text(encoding="utf-8")
-    assert text.startswith("Traceback")
-    assert "in execute" in text
+    _, (failed,) = with_failures(tmp_path)
+    assert failed.job == JOBS[1].config
+    assert failed.how.line == line
+    assert failed.how.traceback.startswith("Traceback")
+    assert "in execute" in failed.how.traceback
+    assert failed.made["version"] == code_version()
     monkeypatch.setattr(grid, "execute", lambda job, device, threads: made(job))
     assert run_all(JOBS, tmp_path).failed == {}
     assert not JOBS[1].error_path(tmp_path).exists()
+    assert with_failures(tmp_path)[1] == []
 
 
 @pytest.mark.parametrize("name", ["fsync", "replace"])
@@ -175,7 +179,7 @@ def test_a_failure_that_cannot_be_written_down_stops_all_too(tmp_path, monkeypat
 
     run_all(JOBS[:1], tmp_path)
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(DataError, match=r"error\.txt could not be written: .*No space left"):
+    with pytest.raises(DataError, match=r"error\.json could not be written: .*No space left"):
         run_all(JOBS, tmp_path)
 
 
@@ -215,7 +219,7 @@ def test_dead_workers_fail_what_was_not_finished_and_nothing_else(tmp_path, exec
     assert "fewer workers" in outcome.failed[JOBS[1]]
     assert "called off" in outcome.failed[JOBS[2]]
     assert "fewer workers" in outcome.failed[JOBS[3]]
-    assert files(tmp_path) == [JOBS[0].path(tmp_path).name]
+    assert [one.how.line for one in with_failures(tmp_path)[1]] == [outcome.failed[JOBS[1]], outcome.failed[JOBS[3]]]
 
 
 def test_a_worker_that_an_engine_lost_is_told_with_what_the_engine_says(tmp_path):

@@ -11,8 +11,9 @@ from dataclasses import replace
 import pytest
 
 from holdfast.bench import results
+from holdfast.bench.failures import Failed, Failure
 from holdfast.bench.measures import Run
-from holdfast.bench.results import Result, bundle, collected, read, write
+from holdfast.bench.results import Result, bundle, collected, read, with_failures, write
 from holdfast.errors import ArgumentError, DataError, HoldfastWarning
 
 MADE = {"version": "1", "device": "cpu"}
@@ -174,9 +175,35 @@ def test_a_folder_is_read_with_its_subfolders_and_bundles_each_result_once(tmp_p
     write(tmp_path / "one.json", one)
     write(tmp_path / "inner" / "two.json", two)
     bundle([one, two], tmp_path / "inner" / "both.jsonl")
-    (tmp_path / "one.error.txt").write_text("not a result", encoding="utf-8")
+    (tmp_path / "one.txt").write_text("not a result", encoding="utf-8")
     assert sorted(each.run.seed for each in collected(tmp_path)) == [0, 1]
     assert collected(tmp_path / "one.json") == [one]
+
+
+def failed(seed, strength=1.0, line="no luck", date="2026-01-01"):
+    return Failed(result(seed).job | {"strength": strength}, Failure(line, "Traceback\nof it"), {"date": date})
+
+
+def test_jobs_that_failed_are_read_beside_the_results_until_a_run_makes_up_for_them(tmp_path):
+    write(tmp_path / "0.json", result(0))
+    write(tmp_path / "0.error.json", failed(0, result(0).strength))
+    write(tmp_path / "1.error.json", failed(1, 1e300, "older"))
+    bundle([failed(1, 1e300, "newer", "2026-01-02"), result(2)], tmp_path / "many.jsonl")
+    found, (one,) = with_failures(tmp_path)
+    assert sorted(each.run.seed for each in found) == [0, 2]
+    assert one == failed(1, 1e300, "newer", "2026-01-02")
+    assert (one.method, one.strength, one.validating) == (result(1).run.method, 1e300, False)
+    with pytest.raises(DataError, match="a job that failed"):
+        read(tmp_path / "1.error.json")
+    (tmp_path / "2.error.json").write_text('{"format": 1, "job": {"protocol": 3}, "made": {}, "failed": "x"}')
+    with pytest.warns(HoldfastWarning, match=r"2\.error\.json is not a result of the bench, or is damaged"):
+        with_failures(tmp_path)
+
+
+def test_where_every_job_failed_the_first_reason_is_told(tmp_path):
+    write(tmp_path / "0.error.json", failed(0))
+    with pytest.raises(DataError, match=r"has no results: every job failed \(1\), the first with: no luck"):
+        collected(tmp_path)
 
 
 def test_a_damaged_line_is_told_by_its_number_and_left_out(tmp_path):

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import BrokenExecutor, CancelledError, Executor, Future, as_completed
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from ..errors import ArgumentError, DataError, HoldfastError, HoldfastWarning
 from . import data, results
 from .catalog import METHODS
 from .engines import dask, interrupts_held, processes
+from .failures import Failed, Failure
 from .jobs import Job, chosen, code_version, execute, grid
 from .measures import Run
 from .protocols import Protocol
@@ -25,14 +27,6 @@ __all__ = ["STRENGTHS", "Failure", "Outcome", "dask", "missing", "others", "proc
 
 STRENGTHS = (0.1, 1.0, 10.0, 100.0, 1000.0)
 SWEEP_SEED = 100  # a sequence of tasks that no table is made of
-
-
-@dataclass(frozen=True)
-class Failure:
-    """How a job failed: in a line, and with all that Python says of it. Nothing but text, so that it always travels."""
-
-    line: str
-    traceback: str = ""
 
 
 @dataclass
@@ -74,7 +68,7 @@ def run_all(
     for job, made in _finished(waiting, work, executor):
         if isinstance(made, Failure):
             outcome.failed[job] = made.line
-            _write_failure(job.error_path(folder, device), made)
+            _write_failure(job, folder, device, made)
         else:
             results.write(job.path(folder, "cuda" if made.on_gpu else "cpu"), made)  # whatever was asked for
             job.error_path(folder, device).unlink(missing_ok=True)
@@ -198,7 +192,8 @@ def _received(future: Future[Result | Failure]) -> Result | Failure:
     except BrokenExecutor:
         return Failure(
             "its worker process died, twice. It was killed, most likely for want of memory: start the same again, with "
-            "fewer workers."
+            "fewer workers.",
+            traceback.format_exc(),
         )
     except Exception as error:
         return Failure(f"its worker died or could not be reached: {_said(error)}", traceback.format_exc())
@@ -215,16 +210,13 @@ def _said(error: BaseException) -> str:
     return f"{type(error).__name__}: {first}" if first else type(error).__name__
 
 
-def _write_failure(target: Path, failure: Failure) -> None:
-    try:
-        if failure.traceback:
-            results.write_whole(target, failure.traceback)
-        else:
-            target.unlink(missing_ok=True)  # of an earlier failure
-    except OSError as error:
-        raise DataError(
-            f"{target} could not be written: {error}. Make room, and start the same again: what was finished is kept."
-        ) from error
+def _write_failure(job: Job, folder: Path, device: str, failure: Failure) -> None:
+    target = job.error_path(folder, device)
+    if failure.traceback:
+        made = {"version": code_version(), "device": device, "date": datetime.now(UTC).isoformat(timespec="seconds")}
+        results.write(target, Failed(job.config, failure, made))
+    else:
+        target.unlink(missing_ok=True)  # of an earlier failure
 
 
 def _done(job: Job, folder: Path, device: str) -> Result | None:

@@ -93,7 +93,7 @@ class Job:
 
     def error_path(self, folder: Path, device: str = "cpu") -> Path:
         """Where it is written down how it failed, if it did."""
-        return self.path(folder, device).with_suffix(".error.txt")
+        return self.path(folder, device).with_suffix(".error.json")
 
     def done(self, folder: Path, device: str = "cpu") -> Result | None:
         """Its result, if there is one. A damaged file raises a DataError, and so does one with another's result."""
@@ -171,12 +171,13 @@ def save(
     strength: float | None = None,
     description: str = "",
     device: str | torch.device = "cpu",
-    keeps_data: bool = False,
+    keeps_data: bool | None = None,
 ) -> Path:
     """Keep a run of one's own among a folder's results, where `holdfast report` finds it under its protocol.
 
     Methods are told apart by their names and strengths: another run under the same is not written over. One that
-    `keeps_data` looks at old data again, and is no yardstick for those that do not.
+    `keeps_data` looks at old data again, and is no yardstick for those that do not; where that is not said, one whose
+    name begins with "joint" does.
     """
     folder, device = Path(folder), usable(device)
     if strength is not None:

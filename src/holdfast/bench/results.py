@@ -16,6 +16,7 @@ from typing import Any
 
 from ..errors import ArgumentError, DataError, HoldfastWarning
 from ..file import replacing
+from .failures import Failed, lasting
 from .measures import Run
 from .sound import require_sound
 
@@ -87,7 +88,7 @@ def path(folder: Path, job: Mapping[str, Any], version: str) -> Path:
     return folder / f"{whole}-{key(job, version)}.json"
 
 
-def write(target: Path, result: Result) -> None:
+def write(target: Path, result: Result | Failed) -> None:
     """Write a result whole or not at all."""
     text = json.dumps(_plain(result), indent=1, allow_nan=False) + "\n"
     try:
@@ -108,7 +109,7 @@ def require_readable(result: Result) -> None:
     _parsed(text, "it")
 
 
-def bundle(results: Iterable[Result], target: Path) -> None:
+def bundle(results: Iterable[Result | Failed], target: Path) -> None:
     """Write many results as one file, a line of JSON for each. The same results make the same file, in any order."""
     if target.suffix != _BUNDLE:
         raise ArgumentError(f"a bundle is known by its name, which ends in {_BUNDLE}: got {target}.")
@@ -134,11 +135,19 @@ def write_whole(target: Path, text: str) -> None:
 
 def read(source: Path) -> Result:
     """A result from its file; raises a DataError that says what is wrong with it."""
-    return _parsed(_content(source), str(source))
+    found = _parsed(_content(source), str(source))
+    if isinstance(found, Failed):
+        raise DataError(f"{source} is no result: it tells of a job that failed.")
+    return found
 
 
 def collected(source: Path) -> list[Result]:
     """The results in a folder and the folders in it, or in one file, once each. Damaged ones are told and left out."""
+    return with_failures(source)[0]
+
+
+def with_failures(source: Path) -> tuple[list[Result], list[Failed]]:
+    """The same, and the jobs that failed and were not made up for since."""
     if source.is_dir():
         files = sorted(file for file in source.rglob("*") if file.suffix in (_FILE, _BUNDLE))
     elif source.is_file() and source.suffix in (_FILE, _BUNDLE):
@@ -148,14 +157,19 @@ def collected(source: Path) -> list[Result]:
             f"{source} is not a folder of results, nor a file of them ({_FILE}, {_BUNDLE}). Make a folder: holdfast "
             f"bench --out {source}."
         )
-    found: dict[str, Result] = {}
+    there: dict[str, Result | Failed] = {}
     for file in files:
-        for result in _readable(file):
-            found.setdefault(_canonical(_plain(result)), result)
-    if not found:
-        which = "no results that can be read" if files else "no results"
-        raise DataError(f"{source} has {which}. Make some: holdfast bench --out {source}.")
-    return list(found.values())
+        for one in _readable(file):
+            there.setdefault(_canonical(_plain(one)), one)
+    found = [one for one in there.values() if isinstance(one, Result)]
+    failed = lasting([one for one in there.values() if isinstance(one, Failed)], [one.job for one in found])
+    if found:
+        return found, failed
+    if failed:
+        how = failed[0].how.line
+        raise DataError(f"{source} has no results: every job failed ({len(failed)}), the first with: {how}")
+    which = "no results that can be read" if files else "no results"
+    raise DataError(f"{source} has {which}. Make some: holdfast bench --out {source}.")
 
 
 def grouped(results: list[Result]) -> Iterator[tuple[str, list[Result]]]:
@@ -183,7 +197,7 @@ def numbers(job: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _readable(file: Path) -> Iterator[Result]:
+def _readable(file: Path) -> Iterator[Result | Failed]:
     """The results of a file: one, or in a bundle one for each line."""
     try:
         content = _content(file)
@@ -212,7 +226,7 @@ def _content(file: Path) -> bytes:
         raise DataError(f"{file} could not be read: {error}.") from error
 
 
-def _parsed(content: bytes, where: str) -> Result:
+def _parsed(content: bytes, where: str) -> Result | Failed:
     try:
         found = json.loads(content.decode("utf-8"))
         if found["format"] != FORMAT:
@@ -220,6 +234,10 @@ def _parsed(content: bytes, where: str) -> Result:
                 f"{where} has format {found['format']!r}, and this version of holdfast reads {FORMAT}. Run the bench "
                 "again into another folder, or read it with the version that wrote it."
             )
+        if "failed" in found:
+            failed = Failed.parsed(found)
+            _canonical(_plain(failed)).encode()
+            return failed
         known = {each.name for each in dataclasses.fields(Run)}
         run = {name: value for name, value in found["run"].items() if name in known}
         run["nll"] = [[_number(value) for value in row] for row in run.get("nll", [])]
@@ -234,8 +252,10 @@ def _parsed(content: bytes, where: str) -> Result:
     return result
 
 
-def _plain(result: Result) -> dict[str, Any]:
+def _plain(result: Result | Failed) -> dict[str, Any]:
     """A result as JSON has it. Training that diverges has likelihoods that JSON has no numbers for."""
+    if isinstance(result, Failed):
+        return {"format": FORMAT, **result.plain}
     run = dataclasses.asdict(result.run)
     run["nll"] = [[_written(value) for value in row] for row in run["nll"]]
     return {"format": FORMAT, "job": result.job, "made": result.made, "run": run}

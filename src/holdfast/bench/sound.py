@@ -29,10 +29,17 @@ def require_sound(job: Mapping[str, Any], made: Mapping[str, Any], run: Run) -> 
         _require(name, getattr(run, name), stages, lambda value: _is_amount(value) and _is_measured(value))
     for name in ("kept_bytes", "learning_bytes", "remembering_bytes"):
         _require(name, getattr(run, name), stages, lambda value: _is_count(value) and _is_measured(value))
+    _require("seed", [run.seed], 1, _is_count)
+    _require("names", [run.method], 1, lambda value: isinstance(value, str))
+    require_sound_job(job, made)
+
+
+def require_sound_job(job: Mapping[str, Any], made: Mapping[str, Any]) -> None:
+    """The same of what was run, and of how it was made."""
     _require("strength", [job["strength"]], 1, lambda value: value is None or _is_amount(value))
-    _require("seed", [job["seed"], run.seed], 2, _is_count)
+    _require("seed", [job["seed"]], 1, _is_count)
     _require("validating", [job["validating"]], 1, lambda value: isinstance(value, bool))
-    _require("names", [job["protocol"], job["method"], run.method], 3, lambda value: isinstance(value, str))
+    _require("names", [job["protocol"], job["method"]], 2, lambda value: isinstance(value, str))
     if not isinstance(job, Mapping) or not isinstance(made, Mapping):
         raise ValueError("its `job` or its `made` is no table of names")
 

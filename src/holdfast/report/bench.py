@@ -7,7 +7,8 @@ import warnings
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
-from ..bench.results import Result, bundle, collected, write_whole
+from ..bench.failures import Failed
+from ..bench.results import Result, bundle, with_failures, write_whole
 from ..errors import ArgumentError, DataError
 from .canvas import Mark, marks
 from .claims import claims
@@ -16,7 +17,7 @@ from .figures import curves
 from .fronts import front, timing
 from .matrices import matrix
 from .page import rendered
-from .sections import sections
+from .sections import failures, sections
 from .tables import comparisons, leaderboard, sweeps, tables
 from .texts import csv as as_csv
 from .texts import markdown as as_markdown
@@ -34,12 +35,14 @@ def bench_page(
     title: str = "What is kept, what it costs",
     left_out: Sequence[str] = (),
     across: Collection[str] = (),
+    failed: Sequence[Failed] = (),
 ) -> str:
     """One HTML text with everything in it; `left_out` says what else was found and could not be read.
 
-    Runs `across` versions of the code ("version") or devices ("device") stand together.
+    Jobs that `failed` are told where their protocol is. Runs `across` versions of the code ("version") or devices
+    ("device") stand together.
     """
-    found = sections(results, across=across)
+    found = sections(results, across=across, failed=failed)
     if not found:
         raise DataError(
             f"There are only validation runs here ({len(results)}), made to choose a strength: nothing was judged on "
@@ -47,7 +50,8 @@ def bench_page(
         )
     marked = marks(entry.label for section in found for entry in section.entries)
     runs = [one for section in found for one in section.results]
-    facts = [*_facts(runs), *([("left out", list(left_out))] if left_out else [])]
+    alone = failures(one for one in failed if not any(one in section.failed for section in found))
+    facts = [*_facts(runs), *((name, list(said)) for name, said in (("left out", left_out), ("failed", alone)) if said)]
     parts = [_part(section, marked, f"p{number}") for number, section in enumerate(found, 1)]
     return rendered("bench.html", title=title, count=len(runs), facts=facts, claims=claims(found), parts=parts)
 
@@ -72,23 +76,23 @@ def report_command(
         _require_apart(path, results, bundling=path is bundled)
         if not path.resolve().parent.is_dir():
             raise ArgumentError(f"{path} could not be written: its folder does not exist.")
-    found, left_out = _read(results)
+    found, failed, left_out = _read(results)
     if bundled is not None:
-        bundle(found, bundled)
-    _write(out, bench_page(found, left_out=left_out, across=across))
+        bundle([*found, *failed], bundled)
+    _write(out, bench_page(found, left_out=left_out, across=across, failed=failed))
     if markdown is not None:
-        _write(markdown, as_markdown(tables(found, across=across)))
+        _write(markdown, as_markdown(tables(found, across=across, failed=failed)))
     if csv is not None:
         _write(csv, as_csv(found))
 
 
-def _read(results: Path) -> tuple[list[Result], list[str]]:
-    """The results, and what else is there and is left out: told here, for where there is nothing else."""
+def _read(results: Path) -> tuple[list[Result], list[Failed], list[str]]:
+    """The results, what failed, and what else is there and is left out: told here, for where there is nothing else."""
     left_out: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            return collected(results), left_out
+            return *with_failures(results), left_out
         finally:
             left_out += [str(warning.message).removeprefix("left out: ") for warning in caught]
             for line in left_out:

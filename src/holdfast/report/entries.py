@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..bench.catalog import METHODS
+from ..bench.failures import Failed
 from ..bench.jobs import numbers_of
 from ..bench.measures import Run, best
 from ..bench.protocols import PROTOCOLS
@@ -74,8 +76,10 @@ class Entry:
     def keeps_data(self) -> bool:
         """Whether it may look at old data, as joint training does: no rival of those that may not."""
         known = METHODS.get(self.method)
-        said = self.results[0].job.get("keeps_data", known is not None and known.keeps_data)
-        return bool(said) or self.method.lower().startswith("joint") or not self.in_turn
+        said = self.results[0].job.get("keeps_data")
+        if said is None:  # of an older version, or by one who did not say
+            said = self.method.lower().startswith("joint") if known is None else known.keeps_data
+        return bool(said) or not self.in_turn
 
 
 @dataclass(frozen=True)
@@ -83,7 +87,7 @@ class Section:
     """A protocol with its entries, the best first, and what a reader should know before comparing them.
 
     `tried` are the runs on validation data by which strengths were chosen, those of each number of tasks together;
-    `device` is the one whose runs go first where those of several stand together.
+    `device` is the one whose runs go first where those of several stand together; `failed` are jobs without a result.
     """
 
     protocol: str
@@ -94,6 +98,7 @@ class Section:
     notes: tuple[str, ...]
     tried: tuple[tuple[Result, ...], ...] = ()
     device: str = ""
+    failed: tuple[Failed, ...] = ()
 
     @property
     def results(self) -> list[Result]:
@@ -138,9 +143,12 @@ def by_the_book(one: Result) -> bool:
     return known is not None and not differing([one.job, {"numbers": numbers_of(known)}])
 
 
-def scores(tried: Sequence[Result]) -> dict[str, dict[float, float]]:
-    """The average accuracy of each method at each strength, by the newest run."""
+def scores(tried: Sequence[Result], failed: Sequence[Failed] = ()) -> dict[str, dict[float, float]]:
+    """The average accuracy of each method at each strength, by the newest run; nothing is worse than to have failed."""
     found: dict[str, dict[float, float]] = {}
+    for other in failed:
+        if other.strength is not None:
+            found.setdefault(other.method, {})[other.strength] = -math.inf
     for one in tried:
         if one.strength is not None:
             found.setdefault(one.run.method, {})[one.strength] = one.run.average

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
+from ..bench.failures import Failed
 from ..bench.protocols import PROTOCOLS
 from ..bench.results import Result, differing, grouped
 from .entries import Entry, Section, by_the_book, device_of, tasks_of
@@ -16,8 +17,12 @@ _MADE = {
 }  # fmt: skip
 
 
-def sections(results: Sequence[Result], *, across: Collection[str] = ()) -> list[Section]:
+def sections(
+    results: Sequence[Result], *, across: Collection[str] = (), failed: Sequence[Failed] = ()
+) -> list[Section]:
     """The results judged on test data, by protocol; one run with different numbers of tasks is several protocols.
+
+    Jobs that `failed` are told with the protocol that they were of.
 
     `across` versions of the code ("version") or devices ("device"), seeds stand in one entry, and a note says of which;
     a seed that several devices have counts by the device that made most of the protocol's runs. The protocols come in
@@ -31,7 +36,10 @@ def sections(results: Sequence[Result], *, across: Collection[str] = ()) -> list
         for size in sizes:
             title = protocol if len(sizes) == 1 else f"{protocol}, {size} tasks"
             mine = [one for one in group if tasks_of(one) == size]
-            found.append(_section(protocol, title, size, mine, tried if size == sizes[-1] else (), apart))
+            lost = [one for one in failed if one.protocol == protocol and one.tasks in (size, None)]
+            if size == sizes[-1]:  # and of the sweep, which is shown with it
+                lost += [one for one in failed if one.protocol == protocol and one.tasks not in (*sizes, None)]
+            found.append(_section(protocol, title, size, mine, tried if size == sizes[-1] else (), apart, lost))
     return found
 
 
@@ -42,6 +50,7 @@ def _section(
     results: list[Result],
     tried: tuple[tuple[Result, ...], ...],
     apart: Sequence[str],
+    failed: Sequence[Failed],
 ) -> Section:
     # One run for a seed: the newest. Counting a seed twice would make the spread look smaller than it is.
     latest: dict[tuple[str, float | None, str, str], dict[int, Result]] = {}
@@ -57,8 +66,9 @@ def _section(
     entries.sort(key=lambda entry: (-entry.average, entry.label))
     kept = [one for entry in entries for one in entry.results]
     notes = _notes(entries, kept, len(results) - len(kept), first if len(_devices(results)) > 1 else "")
+    notes += failures(failed)
     said = _description(protocol, kept)
-    return Section(protocol, title, tasks, said, tuple(entries), tuple(notes), tried, first)
+    return Section(protocol, title, tasks, said, tuple(entries), tuple(notes), tried, first, tuple(failed))
 
 
 def _description(protocol: str, kept: Sequence[Result]) -> str:
@@ -138,6 +148,21 @@ def _notes(entries: Sequence[Entry], kept: Sequence[Result], others: int, device
         first = f"those on {device} go first, and of several " if device else ""
         notes.append(f"{runs} of the same method, strength and seed left out: {first}the newest counts.")
     return notes
+
+
+def failures(failed: Iterable[Failed]) -> list[str]:
+    """What failed, a line for all that failed alike."""
+    alike: dict[tuple[str, bool], dict[str, list[int]]] = {}
+    for one in failed:
+        label = one.method + ("" if one.strength is None else f" at {one.strength:g}")
+        alike.setdefault((one.how.line, one.validating), {}).setdefault(label, []).append(one.job["seed"])
+    lines = []
+    for (line, validating), labels in alike.items():
+        of_each = [f"{label} (seed{'s' if len(seeds) > 1 else ''} {', '.join(map(str, sorted(seeds)))})"
+                   for label, seeds in labels.items()]  # fmt: skip
+        where = " on validation data" if validating else ""
+        lines.append(f"Failed{where}: {', '.join(of_each)}. {line}")
+    return lines
 
 
 def _chosen_on(result: Result) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 
+from ..bench.failures import Failed
 from ..bench.measures import at_an_end, paired
 from ..bench.published import Published, published
 from ..bench.results import Result
@@ -16,9 +17,9 @@ from .sections import sections
 _KEPT = [measure.name for measure in MEASURES].index("kept_bytes")
 
 
-def tables(results: Sequence[Result], *, across: Collection[str] = ()) -> list[Table]:
+def tables(results: Sequence[Result], *, across: Collection[str] = (), failed: Sequence[Failed] = ()) -> list[Table]:
     """What was published, then for each protocol the leaderboard, the comparisons and the strengths, if there are."""
-    found = sections(results, across=across)
+    found = sections(results, across=across, failed=failed)
     made = [
         claims(found),
         *(table for each in found for table in (leaderboard(each), comparisons(each), *sweeps(each))),
@@ -83,32 +84,31 @@ def sweeps(section: Section) -> list[Table]:
 
 
 def _sweep(section: Section, tried: Sequence[Result]) -> Table | None:
-    newest = {(one.run.method, one.strength): one for one in tried if one.strength is not None}
-    if not newest:
+    average, size = MEASURES[0], tasks_of(tried[-1])
+    failed = [one for one in section.failed if one.validating and one.tasks in (size, None)]
+    cells = {(one.method, one.strength): Cell("failed", math.nan) for one in failed}
+    cells |= {(one.run.method, one.strength): average.cell([one.run]) for one in tried}
+    methods = sorted({method for method, strength in cells if strength is not None})
+    strengths = sorted({strength for _, strength in cells if strength is not None})
+    if not methods:
         return None
-    strengths = sorted({strength for _, strength in newest})
-    rows = {
-        method: [newest.get((method, strength)) for strength in strengths]
-        for method in sorted({method for method, _ in newest})
-    }
-    average, tasks = MEASURES[0], f"{tasks_of(tried[-1])} tasks"
     ends = [
         f"{method} did best at the {end} strength that was tried: beyond it may be better ones."
-        for method, each in scores(tried).items()
-        if len(each) > 1 and (end := at_an_end(each))
+        for method, each in scores(tried, failed).items()
+        if len(each) > 1 and max(each.values()) >= 0 and (end := at_an_end(each))
     ]
     return Table(
         section.title,
-        "Strengths on validation data" + (f", {tasks}" if len(section.tried) > 1 else ""),
+        "Strengths on validation data" + (f", {size} tasks" if len(section.tried) > 1 else ""),
         ("method", *(f"{strength:g}" for strength in strengths)),
         tuple(
-            Row((word(method), *(average.cell([one.run]) if one else Cell(DASH, math.nan) for one in row)))
-            for method, row in rows.items()
+            Row((word(method), *(cells.get((method, strength), Cell(DASH, math.nan)) for strength in strengths)))
+            for method in methods
         ),
         (
-            f"Average accuracy in percent on held-out training data, {tasks}, seed {tried[-1].run.seed}. "
+            f"Average accuracy in percent on held-out training data, {size} tasks, seed {tried[-1].run.seed}. "
             "Where a strength is chosen, it is the best one, and of equals the smallest.",
-            *_chosen_otherwise(section, rows),
+            *_chosen_otherwise(section, methods),
             *ends,
         ),
     )
