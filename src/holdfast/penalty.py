@@ -241,7 +241,8 @@ def require_something_held(posterior: Posterior) -> None:
     if posterior.num_data > 0 and posterior.precision.is_zero():
         raise InertError(
             f"the precision is zero everywhere although it stands for {posterior.num_data:g} {posterior.unit}s: the "
-            "penalty would do nothing. Is the model saturated, or its output independent of its weights?"
+            "penalty would do nothing. Is the model saturated, its output independent of its weights, or one output "
+            "all there was to answer with?"
         )
 
 

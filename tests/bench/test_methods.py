@@ -391,7 +391,9 @@ class TestDistilled:
                 classes=len(group[-1].outputs) if new.grows else None,
                 forward=lambda run, x, first=first, last=last: run(x)[:, first : last + 1],
             ))  # fmt: skip
-        return lambda optimizer: holdfast.hold(optimizer, model, terms, num_data=len(new.train), strength=3.0)
+        return lambda optimizer: holdfast.hold(
+            optimizer, model, terms, num_data=len(new.train), strength=3.0, proximal=False
+        )
 
     def test_merged_probes_do_not_grow(self):
         (apart, each), (merged, one) = self.made("probes", tasks=5), self.made("probes-merged", tasks=5)
@@ -525,6 +527,37 @@ def test_text_is_held_by_the_number_of_its_tokens(name, monkeypatch):
         monkeypatch.setattr(f"holdfast.bench.{module}.hold", counted)
     run(METHODS[name].make(1.0), _languages(), lambda: Gpt(16, 8, 8, 1, 2), Training(steps=2, loss="tokens"))
     assert counts == [(512, "token")]
+
+
+@pytest.mark.parametrize("name", ["ewc", "kronecker", "si", "lwf", "probes+kronecker"])
+def test_all_that_hold_do_so_by_the_gradient_whatever_the_optimizer(name, monkeypatch):
+    """By itself a hold takes a step of its own under SGD: methods that let it would be held in another way."""
+    handles = []
+
+    def held(*args, **options):
+        handles.append(holdfast.hold(*args, **options))
+        return handles[-1]
+
+    for module in ("methods", "distilled"):
+        monkeypatch.setattr(f"holdfast.bench.{module}.hold", held)
+    tasks = PROTOCOLS["digits-class"].sequence(0)[:2]
+    sgd = Training(steps=3, optimizer="sgd", lr=0.1)
+    run(METHODS[name].make(1.0), tasks, lambda: PROTOCOLS["digits-class"].model(tasks), sgd)
+    assert [handle.proximal for handle in handles] == [False]
+
+
+def test_heads_are_asked_together_where_they_are_alike_in_everything():
+    """Outputs that grew had no others beside them when they were learned; a head of its own is as it was."""
+    x = torch.randn(20, 6)
+    part = Split(x, torch.arange(20) % 2)
+    grew, apart, alike = Task("grew", part, part, (0, 1), True), Task("apart", part, part, (2, 3)), Task(
+        "alike", part, part, (4, 5)
+    )  # fmt: skip
+    model, method, trainer = nn.Linear(6, 6), METHODS["lwf"].make(1.0), Trainer(QUICK)
+    for task in (grew, apart, alike):
+        method.remember(model, task, trainer)
+    found = [([old.name for old in olds], count) for olds, count in method._asked()]
+    assert found == [(["grew"], 20.0), (["apart", "alike"], 40.0)]
 
 
 ELSEWHERE = ("joint", "exact-head", "ewc-hessian", "probes-feature", "own-text", "discriminant")

@@ -19,9 +19,10 @@ from holdfast.bench import (
     runner,
     save,
 )
+from holdfast.bench.catalog import METHODS
 from holdfast.bench.distilled import true_inputs
 from holdfast.bench.tasks import joined
-from holdfast.errors import ArgumentError
+from holdfast.errors import ArgumentError, DataError
 
 TRAINING = Training(epochs=2, batch_size=8)
 CPU = torch.device("cpu")
@@ -41,6 +42,10 @@ def dropping():
     return nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Dropout(0.5), nn.Linear(16, 2))
 
 
+def deep():
+    return nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 2))
+
+
 def test_what_a_model_draws_in_training_follows_from_the_seed_too():
     before = torch.random.get_rng_state()
     once, again, other = (
@@ -57,6 +62,69 @@ def test_outputs_of_a_tasks_own_are_not_taken_for_others():
     with pytest.raises(ArgumentError, match="`two` is answered by outputs 2 to 3 and has labels up to 1, and 0 of"):
         run(FineTuning(), tasks, lambda: nn.Linear(4, 2), TRAINING)
     assert len(run(FineTuning(), tasks, lambda: nn.Linear(4, 4), TRAINING).accuracy) == 2
+
+
+def test_labels_with_gaps_or_of_all_tasks_are_told_how_they_count():
+    for task_ in (task("one", labels=5 * (torch.arange(24) % 3)), task("two", (2, 3), labels=2 + torch.arange(24) % 2)):
+        with pytest.raises(ArgumentError, match="Labels count from 0 within the outputs of their task"):
+            run(FineTuning(), [task_], lambda: nn.Linear(4, 4), TRAINING)
+
+
+@pytest.mark.parametrize("name", ["fine-tuning", "ewc", "kronecker", "owm", "lwf"])
+def test_training_that_diverged_is_no_result(name):
+    """A network of nothing but NaN says the first class, whatever is asked: half of it is right."""
+    steep = Training(epochs=5, batch_size=8, lr=1e12, optimizer="sgd")
+    with pytest.raises(DataError, match=r"training on `one` left `0\.weight` .*: it diverged. Lower its .* 1e\+12"):
+        run(METHODS[name].make(1.0), [task("one"), task("two")], deep, steep)
+
+
+def test_a_hold_that_diverges_is_told_before_the_task_is_over(monkeypatch):
+    """A glance at the tasks before is the first to know."""
+    judged = []
+    monkeypatch.setattr(runner, "_judged", lambda *args: judged.append(args[1].name) or (0.5, 0.5))
+    steep = Training(steps=20, batch_size=8, lr=0.1, optimizer="sgd")
+    with pytest.raises(DataError, match="training on `two` left"):
+        run(Held(diagonal(), strength=1e20), [task("one"), task("two")], deep, steep)
+    assert judged.count("two") == 2  # before anything was learned, and after the first
+
+
+def test_inputs_that_are_no_numbers_are_told():
+    bad = split()
+    bad.stored[3, 1] = torch.nan
+    with pytest.raises(DataError, match=r"training on `b` left .* its inputs have values that are not finite"):
+        run(FineTuning(), [task("a"), Task("b", bad, split())], deep, TRAINING)
+    with pytest.raises(DataError, match="answers to test data of `b` are no numbers, though its weights are"):
+        run(FineTuning(), [task("a"), Task("b", split(), bad)], deep, TRAINING)
+
+
+def test_a_mask_of_minus_infinity_is_as_it_should_be():
+    class Masked(nn.Linear):
+        def __init__(self):
+            super().__init__(4, 2)
+            self.register_buffer("mask", torch.full((3, 3), -torch.inf).triu(1))
+
+    assert len(run(FineTuning(), [task("one"), task("two")], Masked, TRAINING).accuracy) == 2
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: dropping().requires_grad_(False), "no weights that train: were all frozen"),
+        (lambda: nn.Sequential(nn.Linear(4, 2), nn.Flatten(0)), r"a batch of 1, is of shape \(2,\)"),
+    ],
+)
+def test_models_that_cannot_learn_are_told(make, message):
+    with pytest.raises(ArgumentError, match=message):
+        run(FineTuning(), [task("one"), task("two")], make, TRAINING)
+
+
+def test_an_example_left_alone_by_batches_is_told_to_a_network_with_batch_norm():
+    def normed():
+        return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+
+    with pytest.raises(ArgumentError, match="the last of 25 examples in batches of 8 stands alone"):
+        run(FineTuning(), [task("one", count=25)], normed, TRAINING)
+    run(FineTuning(), [task("one", count=24)], normed, TRAINING)
 
 
 @pytest.mark.parametrize("labels", [torch.arange(24) % 2 - 1, torch.zeros(24)])

@@ -81,7 +81,7 @@ class TestSplit:
         with pytest.raises(holdfast.ArgumentError, match=r"`it` has a TensorDataset for its `test`.* Split.of\("):
             Task("it", Split.of(data), data)
 
-    @pytest.mark.parametrize("outputs", [3, (0.0, 1.0), "ab"])
+    @pytest.mark.parametrize("outputs", [3, (0.0, 1.0), "ab", (-1, 0)])
     def test_outputs_are_whole_numbers(self, outputs):
         one = Split(torch.zeros(3, 2), torch.zeros(3, dtype=torch.long))
         with pytest.raises(holdfast.ArgumentError, match="outputs stand side by side"):
@@ -183,6 +183,12 @@ class TestOutputs:
             for task in tasks
         ]
         torch.testing.assert_close(together, torch.cat(apart))
+
+
+def test_what_is_joined_is_of_one_shape():
+    one, other = (Split(torch.zeros(2, width), torch.tensor([0, 1])) for width in (3, 4))
+    with pytest.raises(holdfast.ArgumentError, match=r"`a` has inputs of shape \(3,\) and `b` of \(4,\)"):
+        joined([Task("a", one, one), Task("b", other, other)])
 
 
 def test_what_is_joined_already_is_not_joined_again(images):

@@ -54,7 +54,7 @@ class Distilled:
         terms += [self._term(model, olds, kept, task, trainer) for olds, kept in self._asked()]
         trainer.fit(model, task, lambda optimizer: hold(
             optimizer, model, terms, num_data=training.count(task.train.y), strength=self.strength, unit=training.unit,
-            freeze_statistics=False,
+            proximal=False, freeze_statistics=False,
         ))  # fmt: skip
 
     def remember(self, model: nn.Module, task: Task, trainer: Trainer) -> None:
@@ -83,10 +83,10 @@ class Distilled:
         all heads that are alike and stand for as much data."""
         if self.keep is not None:
             return [([old], kept) for old, kept in self.parts.values()]
-        alike: dict[tuple[int, float], list[Task]] = {}
+        alike: dict[tuple[bool, int, float], list[Task]] = {}
         for old, count in self.parts.values():
-            alike.setdefault((len(old.outputs or ()), count), []).append(old)
-        return [(olds, len(olds) * count) for (_, count), olds in alike.items()]
+            alike.setdefault((old.grows, len(old.outputs or ()), count), []).append(old)
+        return [(olds, len(olds) * count) for (*_, count), olds in alike.items()]
 
     def _term(self, model: nn.Module, olds: list[Task], kept: Any, task: Task, trainer: Trainer) -> Distillation:
         inputs = kept if isinstance(kept, Probes) else new_inputs(model, num_data=kept, unit=trainer.training.unit)

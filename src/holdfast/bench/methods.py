@@ -124,7 +124,7 @@ class HeldByPath:
         def attached(optimizer: Optimizer) -> Iterator[None]:
             held = nullcontext() if posterior is None else hold(
                 optimizer, model, posterior, num_data=training.count(task.train.y), strength=self.strength,
-                unit=training.unit, freeze_statistics=False,
+                unit=training.unit, proximal=False, freeze_statistics=False,
             )  # fmt: skip
             with held, recorded_path(optimizer, model) as self.path:
                 yield

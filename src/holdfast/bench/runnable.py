@@ -8,7 +8,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
-from ..errors import ArgumentError, HoldfastError
+from ..errors import ArgumentError, DataError, HoldfastError
 from .methods import Method
 from .tasks import UNCOUNTED, Split, Task
 from .training import Training
@@ -85,8 +85,32 @@ def require_answers(model: nn.Module, tasks: Sequence[Task], training: Training)
             asked = f"is answered by outputs {task.outputs[0]} to {task.outputs[-1]}" if task.outputs else ""
             raise ArgumentError(
                 f"`{task.name}` {f'{asked} and ' if asked else ''}has labels up to {largest}, and {width} of the "
-                "model's outputs to answer."
+                "model's outputs to answer. Labels count from 0 within the outputs of their task, without a gap: such "
+                "as torch.unique(y, return_inverse=True)[1]."
             )
+
+
+def require_learned(model: nn.Module, task: Task, training: Training) -> None:
+    """Raise where training left weights that are no numbers: such a network says the first class, whatever is asked."""
+    broken = [name for name, each in model.named_parameters() if not bool(each.isfinite().all())]
+    broken += [name for name, each in model.named_buffers() if bool(each.isnan().any())]  # of a mask, -inf is as meant
+    if not broken:
+        return
+    x = task.train.stored
+    if x.is_floating_point() and not bool(x.isfinite().all()):
+        why = "its inputs have values that are not finite. Take those examples out"
+    else:
+        why = f"it diverged. Lower its learning rate, {training.lr:g}, or the strength of what holds it"
+    raise DataError(f"training on `{task.name}` left `{broken[0]}` with values that are not finite: {why}.")
+
+
+def require_said(losses: Tensor, task: Task) -> None:
+    """Raise where what a model says of a task's test data is no number."""
+    if bool(losses.isnan().any()):
+        raise DataError(
+            f"the model's answers to test data of `{task.name}` are no numbers, though its weights are: are inputs "
+            "among them that are not finite? Take those examples out."
+        )
 
 
 @torch.no_grad()
@@ -107,6 +131,11 @@ def _tried(model: nn.Module, task: Task, data: Split) -> Tensor:
 
 def _require_one_each(task: Task, labels: Sequence[Tensor], answers: Tensor, training: Training) -> None:
     """Raise where labels do not stand one to one with answers: compared, each would be laid against all the others."""
+    if answers.ndim < 2 or len(answers) != 1:
+        raise ArgumentError(
+            f"the model's answer to one input of `{task.name}`, a batch of 1, is of shape {tuple(answers.shape)}: the "
+            "batch stands first, and the outputs last."
+        )
     for y in labels:
         if training.loss != "tokens" and y.ndim != 1:
             raise ArgumentError(

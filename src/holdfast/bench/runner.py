@@ -14,7 +14,7 @@ from ..errors import ArgumentError
 from .machine import Meter, in_use, usable, warm
 from .measures import Run
 from .methods import Method
-from .runnable import begun, fresh, listed, require_answers, require_runnable
+from .runnable import begun, fresh, listed, require_answers, require_learned, require_runnable, require_said
 from .tasks import Task
 from .training import Trainer, Training
 
@@ -67,6 +67,7 @@ def run(
             trainer.watch = _glance(model, earlier, task, training, learning[-1], seen)
             with learning[-1].running():
                 method.learn(model, task, trainer)
+            require_learned(model, task, training)
             remembering.append(Meter(device))
             with remembering[-1].running():
                 method.remember(model, task, trainer)
@@ -103,7 +104,9 @@ def _judged(model: nn.Module, task: Task, training: Training, count: int | None 
     for x, y in data.batches(_BATCH if training.loss != "tokens" else 100):
         logits = task.logits(model, x)
         right += (logits.argmax(-1) == y).sum()
-        loss += training.losses(logits, y).sum()
+        losses = training.losses(logits, y)
+        require_said(losses, task)
+        loss += losses.sum()
         answers += training.count(y)
     return (float(right) / answers, float(loss) / answers) if answers else (math.nan, math.nan)
 
@@ -118,6 +121,7 @@ def _glance(
 
     def look(steps: int) -> None:
         with meter.paused():
+            require_learned(model, task, training)
             found = [_judged(model, other.judged_after(task), training, _GLANCE)[0] for other in earlier]
         if told := [each for each in found if not math.isnan(each)]:
             seen.append(statistics.fmean(told))

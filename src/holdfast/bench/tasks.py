@@ -127,8 +127,10 @@ class Task:
             outputs = tuple(map(operator.index, self.outputs))
         except TypeError:
             outputs = ()
-        if not outputs or outputs != tuple(range(outputs[0], outputs[-1] + 1)):
-            raise ArgumentError(f"a task's outputs stand side by side, such as (2, 3), got {self.outputs}.")
+        if not outputs or outputs[0] < 0 or outputs != tuple(range(outputs[0], outputs[-1] + 1)):
+            raise ArgumentError(
+                f"a task's outputs stand side by side and count from 0, such as (2, 3), got {self.outputs}."
+            )
         object.__setattr__(self, "outputs", outputs)
 
     def logits(self, model: nn.Module, x: Tensor) -> Tensor:
@@ -167,7 +169,14 @@ def joined(tasks: Sequence[Task]) -> Task:
         raise ArgumentError(
             "joined takes one task or more, of which none is joined already: give it all of them at once."
         )
-    x = torch.cat([task.train.x for task in tasks])
+    inputs = [task.train.x for task in tasks]
+    for task, other in zip(tasks, inputs, strict=True):
+        if other.shape[1:] != inputs[0].shape[1:]:
+            raise ArgumentError(
+                f"`{tasks[0].name}` has inputs of shape {tuple(inputs[0].shape[1:])} and `{task.name}` of "
+                f"{tuple(other.shape[1:])}: what is joined is of one shape."
+            )
+    x = torch.cat(inputs)
     if all(task.outputs is None or task.grows for task in tasks):
         y = torch.cat([task.train.y for task in tasks])
         return Task("all tasks", Split(x, y), tasks[-1].test, tasks[-1].outputs, tasks[-1].grows)

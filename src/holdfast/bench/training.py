@@ -142,6 +142,8 @@ class Trainer:
         `training` replaces the protocol's numbers, and `way` what is done in a step, for methods that need their own.
         """
         numbers = training or self.training
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            raise ArgumentError("the model has no weights that train: were all frozen with requires_grad_(False)?")
         data, device = task.train, next(model.parameters()).device
         generator = torch.Generator().manual_seed(1000 * self.seed + self.fits)
         self.fits += 1
@@ -163,7 +165,15 @@ class Trainer:
                 if set_to != (now := numbers.rate(made, total)):
                     _set_rate(optimizer, now)
                     set_to = now
-                steps.take(rows)
+                try:
+                    steps.take(rows)
+                except ValueError as error:
+                    if len(rows) > 1 or "more than 1 value per channel" not in str(error):
+                        raise
+                    raise ArgumentError(
+                        f"the last of {len(data)} examples in batches of {numbers.batch_size} stands alone, and "
+                        "BatchNorm takes no batch of one: take another batch_size, or steps= in place of epochs."
+                    ) from error
                 if self.watch is not None and _telling(made + 1, total):
                     self._look(self.watch, model, made + 1)
             if device.type == "cuda":

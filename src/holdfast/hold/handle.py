@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..errors import ArgumentError, BudgetError, HoldfastWarning, InertError, MismatchError, require_number
+from ..errors import ArgumentError, BudgetError, HoldfastWarning, InertError, MismatchError, require_strength
 from ..penalty import Drawn, Quadratic, Resumable, Term
 from ..pieces import number, resharded
 from ..posterior import Covered, Posterior
@@ -55,7 +55,7 @@ class Handle:
     ) -> None:
         self._optimizers, self._model, self._terms, self._budget = optimizers, model, terms, budget
         self.statistics: Frozen | None = None
-        strength = require_number(strength, "strength")
+        strength = require_strength(strength)
         self._pulls = Pulls(optimizers, model, terms, num_data, strength, rotation, proximal, self._turn)
 
     @property
@@ -65,7 +65,7 @@ class Handle:
 
     @strength.setter
     def strength(self, value: float) -> None:
-        self._pulls.strength = require_number(value, "strength")
+        self._pulls.strength = require_strength(value)
 
     @property
     def proximal(self) -> bool:
