@@ -265,6 +265,19 @@ class TestProjection:
         expected = torch.stack(rows).T @ torch.stack(rows) / len(rows)
         torch.testing.assert_close(found, expected)
 
+    def test_what_it_leaves_free_is_told(self):
+        part = Split(torch.randn(20, 6), torch.arange(20) % 2)
+        tasks = [Task(name, part, part) for name in "ab"]
+        with pytest.warns(holdfast.HoldfastWarning, match=r"leaves `1\.weight`, `1\.bias` free"):
+            run(Projected(), tasks, lambda: nn.Sequential(nn.Linear(6, 4), nn.LayerNorm(4), nn.Linear(4, 2)), QUICK)
+
+    def test_a_weight_that_is_computed_is_refused(self):
+        """Its gradient is not there to be projected: it was passed over."""
+        part = Split(torch.randn(20, 6), torch.arange(20) % 2)
+        normed = nn.utils.parametrizations.weight_norm
+        with pytest.raises(holdfast.ArgumentError, match="the weight of `0` is computed"):
+            run(Projected(), [Task("a", part, part)], lambda: nn.Sequential(normed(nn.Linear(6, 2))), QUICK)
+
     def test_a_strong_projection_leaves_the_answers_to_old_inputs(self):
         """Where the old inputs span few directions, new ones are learned in the others, and the old answers stay."""
         torch.manual_seed(0)

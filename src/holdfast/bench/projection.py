@@ -8,7 +8,8 @@ batch by batch with the batch's mean input; here S is taken over all the inputs,
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -18,7 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..errors import ArgumentError
+from ..errors import ArgumentError, HoldfastWarning
+from ..params import some
 from .tasks import Task
 from .training import Trainer, Training
 
@@ -39,6 +41,8 @@ class Projected:
     moments: dict[str, Tensor] = field(default_factory=dict)
 
     def learn(self, model: nn.Module, task: Task, trainer: Trainer) -> None:
+        if self.moments:
+            _tell_what_is_free(model, self.moments)
         trainer.fit(model, task, lambda optimizer: self._attached(optimizer, model), self._training(trainer.training))
 
     def remember(self, model: nn.Module, task: Task, trainer: Trainer) -> None:
@@ -122,8 +126,28 @@ def _pixels(padding: str | tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _layers(model: nn.Module) -> dict[str, Any]:
-    return {
+    found = {
         name: layer
         for name, layer in model.named_modules()
         if isinstance(layer, nn.Linear) or (isinstance(layer, nn.Conv2d) and layer.groups == 1)
     }
+    for name, layer in found.items():
+        if not isinstance(layer.weight, nn.Parameter):
+            raise ArgumentError(
+                f"the weight of `{name}` is computed (a parametrization, a weight norm?), and what it is computed from "
+                "has no inputs to step apart from: orthogonal weight modification cannot hold it."
+            )
+    return found
+
+
+def _tell_what_is_free(model: nn.Module, moments: Mapping[str, Tensor]) -> None:
+    """Warn of parameters that move as they like: a rival that holds half a network is no rival."""
+    layers = _layers(model)
+    held = {id(each) for name in moments for each in (layers[name].weight, layers[name].bias)}
+    trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
+    free = [name for name, each in trained.items() if id(each) not in held]
+    if free:
+        warnings.warn(
+            "orthogonal weight modification holds linear and 2-d convolutional layers alone, and leaves "
+            f"{some(free, 3)} free.", HoldfastWarning, stacklevel=2,
+        )  # fmt: skip
