@@ -1,5 +1,7 @@
 """A run: all of its chance is the seed's, and what could not be answered or learned is refused before it starts."""
 
+import os
+
 import numpy as np
 import pytest
 import torch
@@ -273,6 +275,19 @@ def test_looking_at_earlier_tasks_is_no_part_of_what_learning_costs(monkeypatch)
     assert made.learning_seconds == [0.0, 0.0]
     assert made.learning_bytes == [100, 100]
     assert made.lowest[1] is not None
+
+
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="the system does not tell the most in use")
+def test_the_most_in_use_is_the_same_whatever_ran_before():
+    """64 MB in small pieces, which the process would keep when they are freed: a second run took them for its own."""
+
+    class Hoards(FineTuning):
+        def remember(self, model, task, trainer):
+            pieces = [torch.zeros(1000) for _ in range(16_000)]
+            pieces.clear()
+
+    found = [run(Hoards(), [task("one")], deep, TRAINING).remembering_bytes[0] for _ in range(3)]
+    assert all(60e6 < most < 90e6 for most in found)
 
 
 def test_what_is_learned_instead_of_the_tasks_is_made_within_the_run(monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import gc
 import time
@@ -52,10 +53,7 @@ def warm(device: str) -> None:
 
 
 class Meter:
-    """The seconds of a phase, and the most bytes in use: the GPU's, or the process's where the system tells.
-
-    What a process frees in small pieces it may keep, and then it counts on.
-    """
+    """The seconds of a phase, and the most bytes in use: the GPU's, or the process's where the system tells."""
 
     def __init__(self, device: str) -> None:
         self._device = device
@@ -95,9 +93,8 @@ def in_use(device: str) -> int:
     if on_gpu:
         torch.cuda.empty_cache()
         return torch.cuda.memory_allocated()
-    with suppress(OSError, ValueError, IndexError):
-        return 1024 * int(Path("/proc/self/status").read_text().split("VmRSS:")[1].split()[0])
-    return 0
+    _give_back()
+    return _told("RssAnon")
 
 
 def _reset_peak(device: str) -> None:
@@ -105,6 +102,7 @@ def _reset_peak(device: str) -> None:
     if device.startswith("cuda"):
         torch.cuda.reset_peak_memory_stats()
         return
+    _give_back()
     with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
 
@@ -113,7 +111,17 @@ def _peak(device: str) -> int:
     """The most bytes in use since then: the GPU's, or the process's where the system tells."""
     if device.startswith("cuda"):
         return torch.cuda.max_memory_allocated()
+    return _told("VmHWM") - _told("RssFile") - _told("RssShmem")  # programs that were read in meanwhile are no data
+
+
+def _told(what: str) -> int:
+    """Bytes of this process, as the system tells them; 0 where it does not."""
     with suppress(OSError, ValueError, IndexError):
-        status = Path("/proc/self/status").read_text()
-        return 1024 * int(status.split("VmHWM:")[1].split()[0])
+        return 1024 * int(Path("/proc/self/status").read_text().split(f"{what}:")[1].split()[0])
     return 0
+
+
+def _give_back() -> None:
+    """What is freed goes back to the system, where its C library can: else it would hide what comes next."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
