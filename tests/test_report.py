@@ -1,9 +1,11 @@
 """The bench's report: the numbers in its tables, what a hostile name can do to it, and what a reader's browser does."""
 
+import base64
 import csv as csv_module
 import io
 import itertools
 import math
+import random
 import re
 import shutil
 import subprocess
@@ -21,9 +23,11 @@ from holdfast.bench.published import PUBLISHED
 from holdfast.bench.results import Result, write
 from holdfast.errors import ArgumentError, DataError
 from holdfast.report import bench_page, csv, markdown, report_command, tables
-from holdfast.report.canvas import short
+from holdfast.report.canvas import COLORS, marks, short
 from holdfast.report.cells import Cell
-from holdfast.report.fronts import _forgotten
+from holdfast.report.figures import curves, forgetting
+from holdfast.report.fronts import _forgotten, front, timing
+from holdfast.report.matrices import matrix
 from holdfast.report.sections import sections
 
 MADE = {"version": "1.0", "device": "cpu", "torch": "2.13", "date": "2026-01-01", "command": "holdfast bench"}
@@ -188,6 +192,11 @@ def test_what_is_learned_all_at_once_is_told_to_keep_all_data_and_never_sorts_as
     assert sorted((line["method"], line["kept_bytes"]) for line in lines) == [
         ("fine-tuning", "0"), ("joint", ""), ("one", "0"),
     ]  # fmt: skip
+
+
+def test_what_is_kept_is_what_is_carried_on_at_the_end_and_not_the_most_of_any_time():
+    (board,) = tables([result("EWC", 0, [[0.9, 0.1], [0.8, 0.9]], kept_bytes=[3_000_000, 2_000_000])])
+    assert by_first(board)["EWC"]["kept, MB"].text == "2.00"
 
 
 def test_the_likelihood_of_training_that_diverged_is_told_by_its_size():
@@ -499,6 +508,47 @@ def test_published_numbers_whose_methods_were_not_run_are_named_and_a_control_ha
     assert missing == ("Not run here: EWC on hsu-class, online EWC on hsu-class, LwF on hsu-class, MAS on hsu-class.")
 
 
+def test_what_was_published_is_what_was_written_down_a_second_time():
+    """The accuracy, our methods that do the same, and whether its strength was the best one on test data."""
+    ewc, running, fields = ("ewc-original", "ewc"), ("ewc", "ewc-online"), ("mean-field", "ivon")
+    assert [(one.protocol, one.method, one.accuracy, one.ours, one.chosen_on_test) for one in PUBLISHED] == [
+        ("vcl", "EWC", 84.0, ewc, True),
+        ("vcl", "SI", 86.0, ("si",), True),
+        ("vcl", "VCL", 90.0, fields, False),
+        ("vcl", "improved VCL", 93.0, fields, False),
+        ("vandeven", "EWC", 94.3, ewc, True),
+        ("vandeven", "online EWC", 94.4, running, True),
+        ("vandeven", "SI", 95.3, ("si",), True),
+        ("vandeven", "joint", 97.6, ("joint",), False),
+        ("zenke", "SI", 96.9, ("si",), True),
+        ("zenke", "joint", 98.3, ("joint",), False),
+        ("ritter", "Kronecker Laplace", 90.0, ("kronecker", "kronecker-rotated"), False),
+        ("hsu-task", "EWC", 98.6, ewc, True),
+        ("hsu-task", "online EWC", 99.1, running, True),
+        ("hsu-task", "LwF", 99.6, ("lwf",), True),
+        ("hsu-task", "MAS", 99.2, ("mas",), True),
+        ("hsu-task", "joint", 99.7, ("joint",), False),
+        ("hsu-domain", "EWC", 58.9, ewc, True),
+        ("hsu-domain", "online EWC", 57.0, running, True),
+        ("hsu-domain", "LwF", 71.0, ("lwf",), True),
+        ("hsu-domain", "MAS", 69.0, ("mas",), True),
+        ("hsu-domain", "joint", 98.4, ("joint",), False),
+        ("hsu-class", "EWC", 19.8, ewc, True),
+        ("hsu-class", "online EWC", 20.0, running, True),
+        ("hsu-class", "LwF", 24.0, ("lwf",), True),
+        ("hsu-class", "MAS", 20.0, ("mas",), True),
+        ("hsu-class", "joint", 97.9, ("joint",), False),
+        ("fisher", "EWC, exact Fisher", 84.9, ewc, True),
+        ("fisher", "EWC, sampled Fisher", 83.8, ("ewc-sampled",), True),
+        ("fisher", "EWC, observed Fisher", 83.3, ("ewc-observed",), True),
+        ("fisher", "EWC, squares of batches of 128", 83.4, ("ewc-batched",), True),
+        ("fisher", "fine-tuning", 69.5, ("fine-tuning",), False),
+        ("avalanche-ewc", "EWC", 94.0, ewc, False),
+        ("avalanche-ewc-sgd", "EWC", 94.0, ewc, False),
+        ("avalanche-si", "SI", 95.0, ("si",), False),
+    ]
+
+
 def test_what_was_published_is_laid_beside_methods_that_there_are():
     assert {method for one in PUBLISHED for method in one.ours} <= METHODS.keys()
     assert {one.protocol for one in PUBLISHED} <= PROTOCOLS.keys()
@@ -620,6 +670,165 @@ def test_the_pictures_stand_odd_runs_without_a_warning(accuracies):
     results = [result("EWC", seed, table, learning_seconds=[1.0]) for seed, table in enumerate(accuracies)]
     page = bench_page(results)
     assert page.count('role="img"') == (3 if all(len(table) > 1 for table in accuracies) else 1)
+
+
+@pytest.mark.parametrize("count", [13, 20])
+def test_the_picture_of_many_tasks_has_a_row_for_each_stage_and_a_column_for_each_task(count):
+    """Written out: blue by the square of what is known; before its turn grey, and never white."""
+    from matplotlib.image import imread
+
+    generator = random.Random(count)
+    cells = [[generator.random() for _ in range(count)] for _ in range(count)]
+    for table in (cells, cells[:1]):
+        runs = [
+            Run("EWC", seed, [[part * each for each in row] for row in table]) for seed, part in ((0, 0.8), (1, 1.0))
+        ]
+        pixels = 255 * imread(io.BytesIO(base64.b64decode(matrix("EWC", runs).image)))
+        assert pixels.shape[:2] == (len(table), count)
+        for stage, task in itertools.product(range(len(table)), range(count)):
+            ahead = len(table) > 1 and task > stage
+            ink, share = ((87, 96, 106), 0.08) if ahead else ((0, 114, 178), 0.0)
+            share += 0.7 * (0.9 * table[stage][task]) ** 2
+            expected = [255 - share * (255 - each) for each in ink]
+            assert list(pixels[stage, task, :3]) == pytest.approx(expected, abs=0.51)
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """The axes of the pictures that are made: what is drawn, before it is written down."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    axes = []
+
+    def picture(draw, size, about, name=""):
+        figure = Figure(figsize=size)
+        FigureCanvasAgg(figure)  # measures text
+        draw(figure)
+        axes.extend(figure.axes)
+        return about
+
+    for module in ("figures", "fronts"):
+        monkeypatch.setattr(f"holdfast.report.{module}.picture", picture)
+    return axes
+
+
+def three():
+    """Three tasks in turn on two seeds and on one, and all of them at once.
+
+    On EWC's second seed the first task is known best after the second one: more is forgotten than backward transfer
+    tells. Its averages so far are 90, 75, 60 and 80, 90, 75.
+    """
+    return [
+        result("EWC", 0, [[0.9, 0.1, 0.1], [0.7, 0.8, 0.1], [0.5, 0.6, 0.7]],
+               learning_seconds=[1.0, 2.0, 3.0], remembering_seconds=[0.5, 0.5, 1.0]),
+        result("EWC", 1, [[0.8, 0.1, 0.1], [0.9, 0.9, 0.1], [0.6, 0.8, 0.85]],
+               learning_seconds=[2.0, 4.0, 4.0], remembering_seconds=[1.0, 0.5, 0.5]),
+        result("SI", 0, [[0.9, 0.1, 0.1], [0.8, 0.9, 0.1], [0.7, 0.9, 0.6]]),
+        result("joint", 0, [[0.95, 0.97, 0.99]], learning_seconds=[1.0]),
+        result("joint", 1, [[0.91, 0.95, 0.99]], learning_seconds=[90.0], remembering_seconds=[9.0]),
+    ]  # fmt: skip
+
+
+STEPS = [1, 2, 3]
+APART = 2**-0.5  # the deviation of two numbers, of how far they are apart
+LEVEL = 100 * (0.97 + 0.95) / 2
+
+
+def line(axis, color):
+    """The only line of a color: where it goes."""
+    (found,) = (each for each in axis.lines if each.get_color() == color)
+    return list(found.get_xdata()), list(found.get_ydata())
+
+
+def band(axis, color):
+    """The only band of a color: its lower and its upper end at every step."""
+    from matplotlib.colors import to_rgb
+
+    (found,) = (each for each in axis.collections if tuple(each.get_facecolor()[0][:3]) == to_rgb(color))
+    ends = {}
+    for x, y in found.get_paths()[0].vertices:
+        ends.setdefault(x, []).append(y)
+    return [[edge(ends[step]) for step in STEPS] for edge in (min, max)]
+
+
+def around(middles, deviations):
+    """A band's lower and upper ends."""
+    return [
+        pytest.approx([middle + side * deviation for middle, deviation in zip(middles, deviations, strict=True)])
+        for side in (-1, 1)
+    ]
+
+
+def test_the_curves_are_the_means_so_far_with_a_deviation_around_them_and_joint_trainings_level(drawn):
+    (section,) = sections(three())
+    marked = marks(entry.label for entry in section.entries)
+    assert curves(section, marked, "x")
+    (axis,) = drawn
+    means = [85.0, 82.5, 67.5]
+    assert line(axis, marked["EWC"].color) == (STEPS, pytest.approx(means))
+    assert band(axis, marked["EWC"].color) == around(means, [10 * APART, 15 * APART, 15 * APART])
+    assert line(axis, marked["SI"].color) == (STEPS, pytest.approx([90.0, 85.0, 100 * 2.2 / 3]))
+    assert line(axis, marked["joint"].color)[1] == pytest.approx([LEVEL, LEVEL])
+    assert len(axis.lines) == 3
+
+
+def test_what_is_forgotten_is_drawn_of_the_first_task_and_of_all_so_far(drawn):
+    assert forgetting([one.run for one in three()])
+    first, every = drawn
+    color = COLORS[0]
+    means = [85.0, 80.0, 55.0]
+    assert line(first, color) == (STEPS, pytest.approx(means))
+    assert band(first, color) == around(means, [10 * APART, 20 * APART, 10 * APART])
+    assert line(first, COLORS[1]) == (STEPS, pytest.approx([90.0, 80.0, 70.0]))
+    assert line(first, COLORS[2])[1] == pytest.approx([93.0, 93.0])
+    means = [85.0, 82.5, 67.5]
+    assert line(every, color) == (STEPS, pytest.approx(means))
+    assert band(every, color) == around(means, [10 * APART, 15 * APART, 15 * APART])
+    assert line(every, COLORS[1]) == (STEPS, pytest.approx([90.0, 85.0, 100 * 2.2 / 3]))
+    assert line(every, COLORS[2])[1] == pytest.approx([LEVEL, LEVEL])
+
+
+def points(axis):
+    """The marks by their colors: where they stand, and from where to where their bars go."""
+    found = {}
+    for container in axis.containers:
+        mark, _, bars = container.lines
+        ((x,), (y,)) = mark.get_xdata(), mark.get_ydata()
+        (((left, low), (right, high)),) = bars[0].get_segments()
+        (((middle, bottom), (center, top)),) = bars[1].get_segments()
+        assert (low, high, middle, center) == (y, y, x, x)
+        found[mark.get_color()] = (x, left, right, y, bottom, top)
+    return found
+
+
+def spanned(x, dx, y, dy):
+    """A mark and the ends of its bars, as `points` tells them."""
+    return pytest.approx((x, x - dx, x + dx, y, y - dy, y + dy), abs=1e-6)
+
+
+def test_the_front_is_what_is_forgotten_against_each_task_when_new(drawn):
+    """EWC forgets (40 + 20) / 2 and (30 + 10) / 2 of 80 and 85 when new, SI (20 + 0) / 2 of 80."""
+    (section,) = sections(three())
+    marked = marks(entry.label for entry in section.entries)
+    assert front(section, marked, "x")
+    (axis,) = drawn
+    assert points(axis) == {
+        marked["EWC"].color: spanned(25.0, 10 * APART, 82.5, 5 * APART),
+        marked["SI"].color: spanned(10.0, 0.0, 80.0, 0.0),
+    }
+
+
+def test_the_time_is_that_of_learning_and_of_remembering_against_the_average(drawn):
+    """EWC takes 8 and 12 seconds; joint training 1 and 99, whose bar ends above zero; of SI none are told."""
+    (section,) = sections(three())
+    marked = marks(entry.label for entry in section.entries)
+    assert timing(section, marked, "x")
+    (axis,) = drawn
+    assert points(axis) == {
+        marked["EWC"].color: spanned(10.0, 4 * APART, 67.5, 15 * APART),
+        marked["joint"].color: spanned(50.0, 45.0, LEVEL, 2 * APART),
+    }
 
 
 def saved(folder, results):

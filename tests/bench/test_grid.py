@@ -79,6 +79,10 @@ def test_what_other_versions_made_is_not_missing_where_all_their_numbers_are_the
     ]
     assert missing(JOBS, known) == [second, third, fourth]
     assert missing(JOBS, known, "cuda:0") == [first, third, fourth]
+    for device in ("NVIDIA A100-SXM4-80GB", "Tesla T4"):
+        assert missing(JOBS, [made(second, device=device)], "cuda") == [first, third, fourth]
+    larger = replace(QUICK, training=replace(QUICK.training, batch_size=QUICK.training.batch_size * 2))
+    assert missing([first], [made(replace(first, protocol=larger))]) == [first]
     older = {**first.config, "description": "in other words", "numbers": {**first.config["numbers"]}}
     del older["numbers"]["scaled"], older["chosen"]  # which that version did not have
     assert missing([first], [replace(known[0], job=older)]) == []

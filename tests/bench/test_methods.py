@@ -15,7 +15,7 @@ import holdfast
 from holdfast.bench import Held, Split, Task, Trainer, Training, decayed, diagonal, every_term, kronecker, per_task, run
 from holdfast.bench.catalog import METHODS, one_of
 from holdfast.bench.discriminant import Discriminant, Gaussian
-from holdfast.bench.distilled import Distilled, of_features, own_words, probes, true_inputs
+from holdfast.bench.distilled import Distilled, feature_probes, of_features, own_words, probes, true_inputs
 from holdfast.bench.heads import ExactHead, Shell
 from holdfast.bench.methods import FineTuning, HeldByPath, batched, evened, hessian, lowrank, nearest, uniform
 from holdfast.bench.networks import Gpt
@@ -423,6 +423,33 @@ class TestDistilled:
         assert run_.average > 0.85
         assert method.known.num_data > 0
 
+    def test_what_is_kept_is_the_model_to_ask_and_what_stands_for_the_inputs(self, tasks):
+        """4 bytes a number: of 64-24-10 the weights, and beside them Λ; of the probes a mean, a remainder, the rank."""
+        weights = 64 * 24 + 24 + 24 * 10 + 10
+        factors = 65**2 + 24**2 + 25**2 + 10**2  # of inputs with a 1 for the bias, and of outputs
+        gaussian = 64 + 64 + 5 * 64
+        for keep, curvature, numbers in (
+            (None, None, [weights] * 2),
+            (None, kronecker(), [weights + factors] * 2),
+            (probes(5), kronecker(), [weights + factors + gaussian, weights + factors + 2 * gaussian]),
+        ):
+            made = run(Distilled(keep, curvature), tasks[:2], small, Training(steps=1))
+            assert made.kept_bytes == [4 * each for each in numbers]
+
+    @pytest.mark.parametrize(("rank", "kept"), [(5, 5), (None, 100)])
+    def test_probes_of_features_have_the_largest_directions_of_their_covariance(self, rank, kept):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 3))
+        part = Split(torch.randn(300, 1, 8, 8), torch.arange(300) % 3)
+        found = (feature_probes() if rank is None else feature_probes(rank))(model, Task("made", part, part), None)
+        (component,) = found.components
+        seen = model[:3](part.x).detach()
+        covariance = torch.cov(seen.T, correction=0)
+        variances, directions = torch.linalg.eigh(covariance)
+        largest = directions[:, -kept:] * variances[-kept:].sqrt()
+        torch.testing.assert_close(component.mean, seen.mean(0), rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(component.factors.T @ component.factors, largest @ largest.T, rtol=1e-3, atol=1e-4)
+
     def test_probes_of_features_and_the_weights_below_them(self):
         changes = {"network": "convolutional", "hidden": (8,)}
         tuned, (held, method) = self.made("fine-tuning", **changes)[0], self.made("probes-feature", **changes)
@@ -430,6 +457,7 @@ class TestDistilled:
         ((_, kept),) = method.parts.values()
         assert kept.layer == "10"
         assert kept.shape == (64,)
+        assert [len(each.factors) for each in kept.components] == [64] * 3  # all there are
         covered = {name.split(".")[0] for name in method.known.precision.shapes}
         assert covered == {"0", "2", "5", "7"}
         assert {name.split(".")[0] for name in method.known.mean} == {"0", "2", "5", "7", "11", "13"}
@@ -529,17 +557,18 @@ def test_every_method_for_text_takes_tokens(name):
 
 @pytest.mark.parametrize("name", ["ewc", "si", "lwf", "own-text"])
 def test_text_is_held_by_the_number_of_its_tokens(name, monkeypatch):
-    """64 sequences of 8: a pull for 64 examples would be eight times too strong."""
+    """64 sequences of 8: a pull for 64 new examples would be eight times too strong, for 64 old ones too weak."""
     counts = []
 
-    def counted(*args, num_data, unit, **options):
-        counts.append((num_data, unit))
-        return holdfast.hold(*args, num_data=num_data, unit=unit, **options)
+    def counted(optimizer, model, terms, *, num_data, unit, **options):
+        held = terms if isinstance(terms, list) else [terms]
+        counts.append((*(pytest.approx(term.num_data, rel=1e-4) for term in held), num_data, unit))
+        return holdfast.hold(optimizer, model, terms, num_data=num_data, unit=unit, **options)
 
     for module in ("methods", "distilled"):
         monkeypatch.setattr(f"holdfast.bench.{module}.hold", counted)
     run(METHODS[name].make(1.0), _languages(), lambda: Gpt(16, 8, 8, 1, 2), Training(steps=2, loss="tokens"))
-    assert counts == [(512, "token")]
+    assert counts == [(512, 512, "token")]
 
 
 @pytest.mark.parametrize("name", ["ewc", "kronecker", "si", "lwf", "probes+kronecker"])

@@ -6,14 +6,17 @@ import math
 import os
 import stat
 import threading
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 
 from holdfast.bench import results
 from holdfast.bench.failures import Failed, Failure
+from holdfast.bench.jobs import Job
 from holdfast.bench.measures import Run
+from holdfast.bench.protocols import PROTOCOLS, Protocol
 from holdfast.bench.results import Result, bundle, collected, read, with_failures, write
+from holdfast.bench.training import Training
 from holdfast.errors import ArgumentError, DataError, HoldfastWarning
 
 MADE = {"version": "1", "device": "cpu"}
@@ -29,6 +32,51 @@ FULL = result(
     nll=[[0.1, 2.0], [0.3, 0.2]], untrained=[0.1, 0.1], lowest=[None, 0.5], learning_seconds=[1.0, 2.0],
     remembering_seconds=[0.0, 0.5], kept_bytes=[1, 2], learning_bytes=[3, 4], remembering_bytes=[5, 6],
 )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("device", "on_gpu"),
+    [("NVIDIA H200", True), ("NVIDIA A100-SXM4-80GB", True), ("Tesla T4", True), ("NVIDIA GeForce RTX 4090", True),
+     ("AMD Instinct MI300X", True), ("CPU, x86_64", False), ("CPU, arm64", False)],
+)  # fmt: skip
+def test_every_device_that_is_no_cpu_is_a_gpu(device, on_gpu):
+    assert replace(FULL, made={"device": device}).on_gpu is on_gpu
+
+
+JOB = Job(PROTOCOLS["vcl"], "ewc", 0).config
+
+
+def numbered(name, value):
+    """The job with another number of its protocol or of its training."""
+    numbers = JOB["numbers"]
+    inner = {**numbers["training"], name: value} if name in numbers["training"] else numbers["training"]
+    outer = {name: value} if name in numbers else {}
+    return {**JOB, "numbers": {**numbers, "training": inner, **outer}}
+
+
+NUMBERS = {each.name for kind in (Protocol, Training) for each in fields(kind)} - {"name", "about", "training"}
+
+
+@pytest.mark.parametrize("name", sorted(NUMBERS))
+def test_two_jobs_with_another_number_of_any_kind_are_not_alike(name):
+    """Of the protocol and of its training, all but how they are called."""
+    assert results.differing([JOB, numbered(name, "another")]) == [name]
+
+
+def test_what_a_job_is_called_and_which_of_the_grid_it_is_are_no_numbers():
+    other = {
+        "protocol": "mine", "description": "as it was", "method": "si", "strength": 3.0, "seed": 7, "validating": True,
+        "chosen": True, "keeps_data": True, "numbers": {**JOB["numbers"], "name": "mine", "about": "as it was"},
+    }  # fmt: skip
+    assert other.keys() == JOB.keys()
+    assert results.differing([JOB, other]) == []
+    assert results.numbers(other).keys() == NUMBERS
+
+
+def test_what_differs_is_looked_for_in_all_of_the_jobs():
+    last = numbered("batch_size", 64)
+    assert results.differing([JOB, JOB, last]) == ["batch_size"]
+    assert results.differing([JOB, numbered("lr", 0.5), last, JOB]) == ["batch_size", "lr"]
 
 
 def damaged(path, change):

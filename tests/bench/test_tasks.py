@@ -1,5 +1,8 @@
 """Tasks and the sequences they are made into: labels, outputs and views, counted by hand."""
 
+import itertools
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -105,6 +108,23 @@ class TestStreams:
         torch.testing.assert_close(Turned(90.0)(images.train_x), whole.rot90(1, (2, 3)).flatten(1), atol=1e-4, rtol=0)
         names = [task.name for task in rotated(images, [0, 45])]
         assert names == ["0°", "45°"]
+
+    def test_a_turned_task_is_judged_on_images_turned_as_those_it_is_trained_on(self, images):
+        for task, quarters in zip(rotated(images, [0, 90, 180, 270]), range(4), strict=True):
+            for part, stored in ((task.train, images.train_x), (task.test, images.test_x)):
+                turned = (stored.float() / 255).rot90(quarters, (2, 3))
+                torch.testing.assert_close(part.x, turned.flatten(1), atol=1e-4, rtol=0)
+
+    def test_every_stream_shows_its_test_images_as_its_training_images(self, images):
+        """Of a stream made of the same images twice, both parts of a task are the same."""
+        same = replace(images, test_x=images.train_x, test_y=images.train_y)
+        streams = [
+            permuted(same, 2, seed=0, margin=1), permuted(same, 2, seed=0, scaled=True), rotated(same, [30, 75]),
+            *(split(same, form, flat=flat) for form in ("task", "domain", "class") for flat in (True, False)),
+        ]  # fmt: skip
+        for task in itertools.chain(*streams):
+            assert torch.equal(task.train.x, task.test.x)
+            assert torch.equal(task.train.y, task.test.y)
 
     def test_the_forms_of_a_split(self, images):
         told, shared, growing = (split(images, form) for form in ("task", "domain", "class"))
