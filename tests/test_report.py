@@ -559,6 +559,7 @@ def test_published_numbers_come_first_on_the_page_and_are_left_out_where_there_a
     assert page.index('<h2 id="published">Published, and here</h2>') < page.index('<h2 id="protocol-1">')
     assert "reached</td>" in page
     assert 'id="published"' not in bench_page(toy)
+    assert [" in italics" in each for each in (page, bench_page(toy))] == [True, False]
 
 
 def test_a_diverged_likelihood_is_shown_as_such():

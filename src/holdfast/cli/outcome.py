@@ -12,6 +12,8 @@ from rich.table import Table
 from .console import console, escape
 
 if TYPE_CHECKING:
+    from rich.console import JustifyMethod
+
     from ..bench.grid import Outcome
 
 _NAMED = 3  # of the jobs that failed alike
@@ -24,7 +26,9 @@ def print_outcome(outcome: Outcome, out: Path, device: str) -> None:
     for protocol, results in grouped(list(outcome.found.values())):
         table = Table(title=protocol, title_justify="left", box=SIMPLE_HEAD)
         for heading in ("method", "strength", "average, %", "forgotten,\npoints", "each when\nnew, %", "seeds"):
-            table.add_column(heading, justify="left" if heading == "method" else "right", no_wrap=True)
+            width = max(map(len, heading.split("\n")))
+            justify: JustifyMethod = "left" if heading == "method" else "right"
+            table.add_column(heading, justify=justify, no_wrap=True, min_width=width)
         for method, strength in dict.fromkeys((one.run.method, one.strength) for one in results):
             runs = [one.run for one in results if (one.run.method, one.strength) == (method, strength)]
             cells = [percent([getattr(run, each) for run in runs]) for each in ("average", "forgetting", "newest")]

@@ -11,7 +11,7 @@ from ..bench.failures import Failed
 from ..bench.results import Result, bundle, with_failures, write_whole
 from ..errors import ArgumentError, DataError
 from .canvas import Mark, marks
-from .claims import claims
+from .claims import beside, claims
 from .entries import Section, distinct
 from .figures import curves
 from .fronts import front, timing
@@ -53,7 +53,10 @@ def bench_page(
     alone = failures(one for one in failed if not any(one in section.failed for section in found))
     facts = [*_facts(runs), *((name, list(said)) for name, said in (("left out", left_out), ("failed", alone)) if said)]
     parts = [_part(section, marked, f"p{number}") for number, section in enumerate(found, 1)]
-    return rendered("bench.html", title=title, count=len(runs), facts=facts, claims=claims(found), parts=parts)
+    among = any(beside(section) for section in found)
+    return rendered(
+        "bench.html", title=title, count=len(runs), facts=facts, claims=claims(found), parts=parts, among=among
+    )
 
 
 def report_command(
@@ -118,7 +121,8 @@ def _part(section: Section, marked: Mapping[str, Mark], name: str) -> dict[str, 
         (
             front(section, marked, f"{name}-front"),
             "What is forgotten against what is learned",
-            "Up and to the left is better: it learns the new and keeps the old. Bars are one standard deviation.",
+            "Up and to the left is better: it learns the new and keeps the old. Bars are one standard deviation. Where "
+            "some forget far more than most, that axis has more room towards zero.",
         ),
         (
             timing(section, marked, f"{name}-timing"),
