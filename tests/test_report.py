@@ -275,15 +275,15 @@ def test_jobs_that_failed_are_told_with_their_protocol(toy):
         lost("EWC", 0, 1.0, "elsewhere", protocol="other"),
     ]
     told = [
-        "Failed: Kronecker at 1e+07 (seeds 0, 1), MAS (seed 0). no luck",
-        "Failed: MAS (seed 1). other words",
-        "Failed on validation data: EWC at 1 (seed 100). no luck",
+        "Failed: Kronecker at 1e+07 (seeds 0, 1), MAS (seed 0): no luck",
+        "Failed: MAS (seed 1): other words",
+        "Failed on validation data: EWC at 1 (seed 100): no luck",
     ]
     board = tables(toy, failed=failed)[0]
     assert list(board.notes[-3:]) == told
     assert not any("Failed" in note for note in tables(toy)[0].notes)
     page = bench_page(toy, failed=failed)
-    assert all(line in page for line in (*told, "Failed: EWC at 1 (seed 0). elsewhere"))
+    assert all(line in page for line in (*told, "Failed: EWC at 1 (seed 0): elsewhere"))
 
 
 def test_a_strength_that_failed_was_tried(toy):
@@ -849,10 +849,10 @@ def test_the_command_writes_all_three_files_and_says_what_it_left_out(toy, tmp_p
     write(folder / "9.error.json", lost("MAS", 0, 1.0, "no luck at all"))
     bundled = tmp_path / "all.jsonl"
     report_command(folder, page, bundled=bundled)
-    assert "Failed: MAS at 1 (seed 0). no luck at all" in page.read_text(encoding="utf-8")
+    assert "Failed: MAS at 1 (seed 0): no luck at all" in page.read_text(encoding="utf-8")
     (folder / "9.error.json").unlink()
     report_command(bundled, page)
-    assert "Failed: MAS at 1 (seed 0). no luck at all" in page.read_text(encoding="utf-8")
+    assert "Failed: MAS at 1 (seed 0): no luck at all" in page.read_text(encoding="utf-8")
     assert text.read_text(encoding="utf-8") == markdown(tables(toy))
     with open(lines, encoding="utf-8", newline="") as file:
         assert len(list(csv_module.DictReader(file))) == len(toy)

@@ -161,7 +161,7 @@ def failures(failed: Iterable[Failed]) -> list[str]:
         of_each = [f"{label} (seed{'s' if len(seeds) > 1 else ''} {', '.join(map(str, sorted(seeds)))})"
                    for label, seeds in labels.items()]  # fmt: skip
         where = " on validation data" if validating else ""
-        lines.append(f"Failed{where}: {', '.join(of_each)}. {line}")
+        lines.append(f"Failed{where}: {', '.join(of_each)}: {line}")
     return lines
 
 
