@@ -6,18 +6,17 @@ import functools
 import tempfile
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import BrokenExecutor, CancelledError, Executor, Future, as_completed
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 from ..errors import ArgumentError, DataError, HoldfastError, HoldfastWarning
 from . import data, results
 from .catalog import METHODS
 from .engines import dask, interrupts_held, processes
-from .failures import Failed, Failure
+from .failures import Failed, Failure, which
 from .jobs import Job, chosen, code_version, execute, grid
 from .measures import Run
 from .protocols import Protocol
@@ -124,18 +123,14 @@ def missing(jobs: Sequence[Job], known: Iterable[Result], device: str = "cpu") -
     there: dict[tuple[object, ...], list[Result]] = {}
     for one in known:
         if one.on_gpu == on_gpu:
-            there.setdefault(_which(one.job, one.chosen), []).append(one)
+            there.setdefault((*which(one.job), one.chosen), []).append(one)
 
     def has(job: Job) -> bool:
         here = data.origin(job.protocol.dataset)
-        alike = there.get(_which(job.config, job.chosen), ())
+        alike = there.get((*which(job.config), job.chosen), ())
         return any(here in (None, one.made.get("data", "")) and not differing([job.config, one.job]) for one in alike)
 
     return [job for job in jobs if not has(job)]
-
-
-def _which(job: Mapping[str, Any], strength_chosen: bool) -> tuple[object, ...]:
-    return (*(job.get(name) for name in ("protocol", "method", "strength", "seed", "validating")), strength_chosen)
 
 
 def others(folder: Path) -> dict[str, int]:
