@@ -14,6 +14,7 @@ from ..params import matched, shapes, unwrapped
 from ..pieces import in_pieces
 from ..posterior import Memory, Posterior, as_posterior
 from ..posterior.gaussian import difference, kept
+from .began import Began
 from .draws import Draws, Forward, moved
 from .given import fitting, require_distribution, require_same
 from .noise import Noise
@@ -60,6 +61,7 @@ class MeanField(nn.Module):
         self._generator: torch.Generator | None = None
         self._seed = seed
         self._seen: float | Tensor = 0.0
+        self._began: Began | None = None
 
     def extra_repr(self) -> str:
         """What it is told apart by."""
@@ -104,6 +106,7 @@ class MeanField(nn.Module):
             last = last if self.antithetic and first else None
         if torch.is_grad_enabled():
             self._seen = self._seen + count
+            self._began = self._began or Began.at(params, self._logs)
         # A batch in which every label is ignored says nothing.
         return torch.stack(losses).mean() / (count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1.0))
 
@@ -124,19 +127,25 @@ class MeanField(nn.Module):
                 f"only {seen:g} of num_data={self.num_data:g} {self.likelihood.unit}s were seen: the likelihood "
                 "stands for more data than there was. Give num_data as it is, or train for an epoch at least."
             )
+        params = self._params()
+        if self._began is not None:
+            self._began.require_trained(params, self._logs)
         entries = {name: deviation.square().reciprocal() for name, deviation in self.deviations.items()}
         how = "mean field" + (f", tempered {self.tempering:g}" if self.tempering != 1 else "")
-        return found_posterior(self.model, self._params(), entries, self._prior, self.likelihood, self.num_data, how)
+        return found_posterior(self.model, params, entries, self._prior, self.likelihood, self.num_data, how)
 
     def get_extra_state(self) -> dict[str, Any]:
         """What resuming needs besides weights and deviations."""
         drawer = None if self._generator is None else self._generator.get_state()
-        return {"prior": self._prior_id, "num_data": self.num_data, "seen": float(self._seen), "noise": drawer}
+        began = {} if self._began is None else {"means": self._began.means, "logs": self._began.logs}
+        seen = float(self._seen)
+        return {"prior": self._prior_id, "num_data": self.num_data, "seen": seen, "noise": drawer, "began": began}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
         """Go on from a saved state, under the same prior and the same `num_data`."""
         require_same(state, prior=self._prior_id, num_data=self.num_data)
         self._seen = state["seen"]
+        self._began = Began(**state["began"]) if state.get("began") else None
         if state["noise"] is not None:
             device = next(iter(self._params().values())).device
             self._generator = torch.Generator(device)
