@@ -348,6 +348,13 @@ class TestRotate:
         with pytest.raises(holdfast.ArgumentError, match=r"IVON learns curvature.*leave rotate=True out"):
             holdfast.hold(optimizer, model, posterior, num_data=N, rotate=True)
 
+    @pytest.mark.parametrize("free", [False, True])
+    def test_optimizers_that_keep_other_weights_are_refused(self, free):
+        model, posterior, _, _ = start()
+        kind = pytest.importorskip("schedulefree").SGDScheduleFree if free else torch.optim.ASGD
+        with pytest.raises(holdfast.ArgumentError, match=rf"{kind.__name__} keeps other weights.*leave rotate=True"):
+            holdfast.hold(kind(model.parameters(), lr=0.02), model, posterior, num_data=N, rotate=True)
+
     @pytest.mark.parametrize("make", [relu_mlp, normed])
     @pytest.mark.parametrize(
         "made",

@@ -47,16 +47,7 @@ class Rotation:
                 "rotate=True takes steps in the eigenvectors of Kronecker factors, and this posterior has none. Use "
                 "kronecker_fisher, or leave it out."
             )
-        decayed = [group for each in optimizers for group in each.param_groups if group.get("weight_decay")]
-        if decayed:
-            raise ArgumentError(
-                f"rotate=True turns what a step does, and weight decay {decayed[0]['weight_decay']} would be turned "
-                "with it. Set weight_decay=0 while holding."
-            )
-        if any(isinstance(each, torch.optim.LBFGS) for each in optimizers):
-            raise ArgumentError("LBFGS moves within a step, by gradients as they are: leave rotate=True out.")
-        if any(getattr(each, "closure_at_a_draw", False) for each in optimizers):
-            raise ArgumentError("IVON learns curvature of the weights as they are: leave rotate=True out.")
+        _require_turnable(optimizers)
         self._optimizers = optimizers
         self._began = Moments()
         self._before: dict[Layer, dict[str, tuple[Tensor, Tensor | None]]] = {}
@@ -134,6 +125,27 @@ class Rotation:
     def gathered(self) -> bool:
         """Whether the optimizers have moments of the basis."""
         return self.resumed or bool(self._began)
+
+
+def _require_turnable(optimizers: Sequence[Optimizer]) -> None:
+    """Raise for optimizers that do more in a step than to move by their gradients."""
+    decayed = [group for each in optimizers for group in each.param_groups if group.get("weight_decay")]
+    if decayed:
+        raise ArgumentError(
+            f"rotate=True turns what a step does, and weight decay {decayed[0]['weight_decay']} would be turned "
+            "with it. Set weight_decay=0 while holding."
+        )
+    for each in optimizers:
+        if isinstance(each, torch.optim.LBFGS):
+            raise ArgumentError("LBFGS moves within a step, by gradients as they are: leave rotate=True out.")
+        if getattr(each, "closure_at_a_draw", False):
+            raise ArgumentError("IVON learns curvature of the weights as they are: leave rotate=True out.")
+        # Averages, and the points between which schedule-free ones step.
+        if isinstance(each, torch.optim.ASGD) or any("train_mode" in group for group in each.param_groups):
+            raise ArgumentError(
+                f"{type(each).__name__} keeps other weights beside those that train, which would not be turned back: "
+                "leave rotate=True out."
+            )
 
 
 def _wide(matrix: Tensor, change: object) -> Tensor:
