@@ -16,9 +16,9 @@ python benchmarks/tables.py distributed # those of docs/distributed.md
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -410,4 +410,6 @@ PAGES = {
 }
 
 if __name__ == "__main__":
-    print("\n".join(PAGES[sys.argv[1] if len(sys.argv) > 1 else "curvature"]()))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("page", nargs="?", default="curvature", choices=PAGES)
+    print("\n".join(PAGES[parser.parse_args().page]()))

@@ -1,5 +1,7 @@
 """What a hold offers for a Kronecker pull: computed every k steps, and steps in its eigenvectors."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -322,6 +324,127 @@ class TestRotate:
         _, diagonal, _, _ = start(holdfast.diagonal_fisher)
         with pytest.raises(holdfast.ArgumentError, match=r"this posterior has none\. Use kronecker_fisher"):
             holdfast.hold(OPTIMIZERS["adam"](model.parameters()), model, diagonal, num_data=N, rotate=True)
+
+    @pytest.mark.parametrize("optimizer", ["momentum", "adam", "fused adam"])
+    def test_moments_of_other_coordinates_are_refused(self, optimizer):
+        model, posterior, x, y = start()
+        made = OPTIMIZERS[optimizer](model.parameters())
+        steps(made, model, x, y, count=2)
+        before = weights(model)
+        key = "momentum_buffer" if optimizer == "momentum" else "exp_avg"
+        with (
+            pytest.raises(holdfast.ArgumentError, match=rf"has `{key}` of `0\.weight` from steps in other.*fresh opt"),
+            holdfast.hold(made, model, posterior, num_data=N, rotate=True),
+        ):
+            steps(made, model, x, y)
+        assert torch.equal(weights(model), before)
+        with holdfast.hold(made, model, posterior, num_data=N, proximal=False):  # as it is without turning
+            steps(made, model, x, y)
+
+    def test_ivon_is_refused(self):
+        model, posterior, _, _ = start()
+        prior = holdfast.prior(model, 1.0)
+        optimizer = holdfast.IVON(model, prior, holdfast.categorical, num_data=N)
+        with pytest.raises(holdfast.ArgumentError, match=r"IVON learns curvature.*leave rotate=True out"):
+            holdfast.hold(optimizer, model, posterior, num_data=N, rotate=True)
+
+    @pytest.mark.parametrize("free", [False, True])
+    def test_optimizers_that_keep_other_weights_are_refused(self, free):
+        model, posterior, _, _ = start()
+        kind = pytest.importorskip("schedulefree").SGDScheduleFree if free else torch.optim.ASGD
+        with pytest.raises(holdfast.ArgumentError, match=rf"{kind.__name__} keeps other weights.*leave rotate=True"):
+            holdfast.hold(kind(model.parameters(), lr=0.02), model, posterior, num_data=N, rotate=True)
+
+    @pytest.mark.parametrize("make", [relu_mlp, normed])
+    @pytest.mark.parametrize(
+        "made",
+        [
+            OPTIMIZERS["momentum"],
+            OPTIMIZERS["adam"],
+            OPTIMIZERS["fused adam"],
+            lambda p: torch.optim.Adagrad(p, lr=0.02, initial_accumulator_value=0.1),
+        ],
+        ids=["momentum", "adam", "fused adam", "adagrad"],
+    )
+    def test_what_comes_after_steps_as_a_fresh_optimizer_does(self, made, make):
+        """In the layers that were turned; what else was held, LayerNorm's scales, goes on as it was."""
+        ends = []
+        for fresh in (False, True):
+            model, posterior, x, y = start(make=make)
+            optimizer = made(model.parameters())
+            with holdfast.hold(optimizer, model, posterior, num_data=N, strength=STRENGTH, rotate=True):
+                steps(optimizer, model, x, y)
+                inside = optimizer.state_dict()["state"]
+            assert any(value.ndim and value.any() for value in inside[0].values())  # what was saved is not taken back
+            if fresh:
+                layers = {name for layer in coordinates(model, posterior) for name in layer.shapes}
+                kept = {p: optimizer.state[p] for name, p in model.named_parameters() if name not in layers}
+                assert len(kept) == (2 if make is normed else 0)
+                optimizer = made(model.parameters())
+                optimizer.state.update(kept)
+            steps(optimizer, model, x, y)
+            ends.append(weights(model))
+        assert torch.equal(*ends)
+
+    def test_a_hold_after_a_hold_begins_anew(self):
+        """An optimizer for several holds in turn, each of which leaves it as it found it."""
+        model, posterior, x, y = start()
+        optimizer = OPTIMIZERS["adam"](model.parameters())
+        for _ in range(2):
+            with holdfast.hold(optimizer, model, posterior, num_data=N, rotate=True):
+                steps(optimizer, model, x, y, count=2)
+        assert not optimizer.state
+
+    @pytest.mark.parametrize("first", ["optimizer", "hold"])
+    def test_moments_of_its_own_are_gone_on_with_to_the_bit(self, first):
+        ends = []
+        for broken in (False, True):
+            model, posterior, x, y = start()
+            optimizer = OPTIMIZERS["adam"](model.parameters())
+            options = {"num_data": N, "strength": STRENGTH, "rotate": True}
+            handle = holdfast.hold(optimizer, model, posterior, **options)
+            assert "rotated" not in handle.state_dict()
+            steps(optimizer, model, x, y, count=4)
+            if broken:
+                moments, state = copy.deepcopy(optimizer.state_dict()), handle.state_dict()
+                handle.remove()
+                optimizer = OPTIMIZERS["adam"](model.parameters())
+                if first == "optimizer":
+                    optimizer.load_state_dict(moments)
+                handle = holdfast.hold(optimizer, model, posterior, **options)
+                if first == "hold":
+                    optimizer.load_state_dict(moments)
+                handle.load_state_dict(state)
+            steps(optimizer, model, x, y, count=4)
+            assert handle.state_dict()["rotated"]
+            handle.remove()
+            assert "rotated" not in handle.state_dict()
+            assert not optimizer.state
+            ends.append(weights(model))
+        assert torch.equal(*ends)
+
+    def test_moments_of_one_basis_are_not_gone_on_with_in_another(self):
+        states = {}
+        for rotate in (False, True):
+            model, posterior, x, y = start()
+            optimizer = OPTIMIZERS["adam"](model.parameters())
+            with holdfast.hold(optimizer, model, posterior, num_data=N, rotate=rotate) as handle:
+                steps(optimizer, model, x, y, count=2)
+                states[rotate] = copy.deepcopy(optimizer.state_dict()), handle.state_dict()
+        for rotate in (False, True):
+            model, posterior, x, y = start()
+            optimizer = OPTIMIZERS["adam"](model.parameters())
+            moments, state = states[not rotate]
+            optimizer.load_state_dict(moments)
+            handle = holdfast.hold(optimizer, model, posterior, num_data=N, rotate=rotate)
+            if rotate:
+                handle.load_state_dict(state)
+                with pytest.raises(holdfast.ArgumentError, match="from steps in other coordinates"):
+                    steps(optimizer, model, x, y)
+            else:
+                with pytest.raises(holdfast.MismatchError, match=r"a hold with rotate=True.*Hold with rotate=True"):
+                    handle.load_state_dict(state)
+            handle.detach()
 
     def test_an_optimizer_that_evaluates_its_closure_twice_is_refused(self):
         class Twice(torch.optim.SGD):

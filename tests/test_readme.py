@@ -98,6 +98,14 @@ def test_the_tables_are_those_of_the_results(name):
     assert printed.stdout.strip() in page
 
 
+def test_a_page_that_has_no_tables_is_refused_with_those_that_have():
+    root = Path(__file__).parent.parent
+    found = subprocess.run([sys.executable, root / "benchmarks" / "tables.py", "nope"], capture_output=True, text=True)
+    assert found.returncode == 2
+    assert "invalid choice: 'nope'" in found.stderr
+    assert "Traceback" not in found.stderr
+
+
 def test_the_programs_of_the_head_page_run_and_print_what_it_says(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     page = (Path(__file__).parent.parent / "docs" / "head.md").read_text(encoding="utf-8")

@@ -660,7 +660,7 @@ def test_only_a_posterior_or_a_memory_is_saved(path, stranger):
 
 
 def test_a_folder_that_is_missing_is_an_error_and_is_not_made(tmp_path):
-    with pytest.raises(MemoryFileError, match="could not be written"):
+    with pytest.raises(MemoryFileError, match=r"could not be written: its folder \S*missing does not exist, make it"):
         holdfast.save(posterior(), tmp_path / "missing" / "memory.safetensors")
     assert os.listdir(tmp_path) == []
 

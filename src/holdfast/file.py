@@ -56,6 +56,8 @@ def replacing(target: Path) -> Iterator[Path]:
 
     No reader ever sees half of it, and nothing is left of it if something fails.
     """
+    if not target.parent.is_dir():
+        raise FileNotFoundError(f"its folder {target.parent} does not exist, make it first")
     temporary = target.with_name(f".{secrets.token_hex(8)}.tmp")
     try:
         yield temporary

@@ -221,6 +221,23 @@ def test_batches_may_be_triples_bare_inputs_or_on_a_generator():
         )
 
 
+@pytest.mark.parametrize(
+    "function",
+    [holdfast.diagonal_fisher, holdfast.kronecker_fisher, holdfast.dense_fisher, holdfast.diagonal_hessian],
+)
+def test_batches_made_under_inference_mode_are_batches(function):
+    model, (x, y) = relu_mlp().double(), (torch.randn(6, 5, dtype=torch.double), torch.arange(6) % 3)
+    with torch.inference_mode():
+        made = (x.clone(), y.clone())
+    found, expected = (function(model, [batch], holdfast.categorical).dense() for batch in (made, (x, y)))
+    assert torch.equal(found, expected)
+
+
+def test_a_likelihood_that_was_not_called_is_told_so_among_all_there_are():
+    with pytest.raises(holdfast.ArgumentError, match=r"got <function softened.*holdfast\.softened\(\) for"):
+        holdfast.diagonal_fisher(relu_mlp(), [], holdfast.softened)
+
+
 @pytest.mark.parametrize("function", [holdfast.diagonal_fisher, holdfast.dense_fisher, holdfast.diagonal_hessian])
 @pytest.mark.parametrize(
     ("batches", "message"),

@@ -309,6 +309,62 @@ def test_a_memory_from_a_trainer_is_the_fisher_of_its_batches(name, fisher, tmp_
         assert torch.equal(mean, dict(model.named_parameters())[key])
 
 
+def measured(seed, count=N, labels=1):
+    """Texts with one number each, or several."""
+    numbers = torch.randn(count, labels, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    rows = zip(texts(seed, count), numbers.squeeze(1), strict=True)
+    return [{"input_ids": row["input_ids"], "labels": number} for row, number in rows]
+
+
+@pytest.mark.parametrize("labels", [1, 2])
+def test_a_regression_is_remembered_with_what_its_forecast_needs(labels, tmp_path):
+    """transformers squeezes the one column of outputs for its loss: labels are (batch,), and each has its example."""
+    torch.manual_seed(0)
+    model, rows = bert(num_labels=labels, problem_type="regression"), measured(5, 40, labels)
+    trainer = trained(tmp_path, model, rows)
+    with pytest.raises(holdfast.ArgumentError, match=r"not told by its class.*holdfast\.gaussian\(scale\)"):
+        memory_from(trainer)
+    likelihood, (whole,) = holdfast.gaussian(0.5), batched(rows, 40)
+    probes = holdfast.kept_inputs(whole["input_ids"])
+    memory = memory_from(
+        trainer, likelihood=likelihood, fisher=functools.partial(holdfast.diagonal_fisher, targets="observed"),
+        probes=probes,
+    )  # fmt: skip
+    # ½((y − f)/σ)² of transformers' own loss, the mean of (y − f)² over examples and outputs, for one at a time.
+    squares = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+    for batch in batched(rows, 1):
+        loss = model(**batch).loss * labels / (2 * 0.5**2)
+        for name, grad in zip(squares, torch.autograd.grad(loss, list(model.parameters())), strict=True):
+            squares[name] += grad.square()
+    for name, square in squares.items():
+        torch.testing.assert_close(memory.precision.entries[name], square)
+    assert memory.answers.outputs.shape == memory.answers.labels.shape == (40, labels)
+    with torch.no_grad():
+        before = model(**whole).loss
+        model.classifier.bias += 0.5
+        risen = float(model(**whole).loss - before) * labels / (2 * 0.5**2)
+    told = holdfast.forecast(model, memory)
+    assert told.probes.rise == pytest.approx(risen)  # all outputs move alike, so that probes tell it exactly
+
+
+@pytest.mark.parametrize("squeezed", [False, True])
+def test_a_fishers_own_forward_is_used(squeezed, tmp_path):
+    """Outputs three times as large have nine times the Fisher; the labels are then as the collator gives them."""
+    model, rows = bert(num_labels=1 if squeezed else 2, problem_type="regression"), measured(5, labels=2 - squeezed)
+    trainer = transformers.Trainer(model, arguments(tmp_path), train_dataset=rows)
+
+    def forward(model, batch):
+        found = 3 * model(input_ids=batch["input_ids"]).logits
+        return found.squeeze(1) if squeezed else found
+
+    given = functools.partial(holdfast.diagonal_fisher, forward=forward)
+    plain, ours = (
+        memory_from(trainer, likelihood=holdfast.gaussian(), fisher=each) for each in (holdfast.diagonal_fisher, given)
+    )
+    for name, entries in plain.precision.entries.items():
+        torch.testing.assert_close(ours.precision.entries[name], 9 * entries)
+
+
 def test_a_memory_of_a_part_stands_for_all(tmp_path):
     model = bert()
     trainer = transformers.Trainer(model, arguments(tmp_path), train_dataset=labeled(5, 64))

@@ -277,6 +277,10 @@ def test_bad_input_is_refused_with_what_to_do():
     optimizer = ivon(sparse, prior=holdfast.prior(sparse, 1.0))
     with pytest.raises(holdfast.ArgumentError, match="sparse=False"), optimizer.sampled():
         sparse(torch.tensor([[1, 2]])).sum().backward()
+    softer = holdfast.softened(), r"no distribution of labels.*holdfast.categorical"
+    for likelihood, said in (("categorical", "likelihood is needed"), softer):
+        with pytest.raises(holdfast.ArgumentError, match=said):
+            holdfast.IVON(model, holdfast.prior(model, 1.0), likelihood, num_data=16)
 
 
 def test_a_curvature_that_explodes_is_named():

@@ -204,6 +204,39 @@ def test_bad_input_is_refused_with_what_to_do():
         holdfast.mean_field(perceptron(), known, holdfast.tokens(shift=True), num_data=16)
 
 
+@pytest.mark.parametrize("resumed", [False, True])
+def test_deviations_that_nobody_trained_are_no_posterior(resumed):
+    """An optimizer of the model's parameters alone leaves σ where it began, whatever the data say."""
+    q = holdfast.mean_field(model := perceptron(), holdfast.prior(model, 1.0), holdfast.categorical, num_data=16)
+    q(classes()).backward()
+    start = q.posterior().precision.entries  # nothing was trained, and nothing is claimed: 1/0.02² each
+    assert {float(each.round()) for entries in start.values() for each in entries.flatten()} == {2500.0}
+    optimizer = torch.optim.Adam(model.parameters())
+    for _ in range(2):
+        q(classes()).backward()
+        optimizer.step()
+    if resumed:
+        state, model = q.state_dict(), perceptron()
+        q = holdfast.mean_field(model, holdfast.prior(model, 1.0), holdfast.categorical, num_data=16)
+        q.load_state_dict(state)
+    with pytest.raises(holdfast.InertError, match=r"none of the deviations was.*q\.parameters\(\)"):
+        q.posterior()
+    trained(q, classes(), steps=1)
+    assert all((each.round() != 2500).all() for each in q.posterior().precision.entries.values())
+
+
+def test_a_trained_field_is_resumed_into_another_model_without_alarm():
+    fields = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        model = nn.Linear(4, 3).double()
+        prior = holdfast.prior(model, 1.0, mean=0.0)
+        fields.append(holdfast.mean_field(model, prior, holdfast.categorical, num_data=16))
+    trained(fields[0], classes(), steps=3)
+    fields[1].load_state_dict(fields[0].state_dict())
+    assert fields[1].posterior().id == fields[0].posterior().id
+
+
 def test_deviations_that_collapse_or_explode_are_named_with_the_cure():
     _, q = found()
     with torch.no_grad():

@@ -84,6 +84,8 @@ def read(batches: Iterable[Any], model: nn.Module, *, empty: bool = False) -> It
             raise DataError(f"batch {index} is empty.")
 
         def move(leaf: Any) -> Any:
+            if isinstance(leaf, Tensor) and leaf.is_inference() and not torch.is_inference_mode_enabled():
+                leaf = leaf.clone()  # made under inference_mode, it could be in no graph
             return sent(leaf, device) if isinstance(leaf, Tensor) else leaf
 
         given = _parted(index, content, size).target

@@ -51,7 +51,8 @@ class Scoring:
         if not isinstance(likelihood, Likelihood):
             raise ArgumentError(
                 f"a likelihood is needed, got {likelihood!r}. Give holdfast.categorical for cross-entropy, "
-                "holdfast.bernoulli for binary cross-entropy, holdfast.gaussian(scale) for squared error, "
+                "holdfast.softened() for its softer curvature, holdfast.bernoulli for binary cross-entropy, "
+                "holdfast.gaussian(scale) for squared error, "
                 "holdfast.tokens(shift=...) for language models, or holdfast.custom(function) for anything else."
             )
         if targets not in (None, "expected", "sampled", "observed"):

@@ -57,7 +57,8 @@ def hold(
 
     The pull of a Kronecker precision is two matrix products per layer; with `every=k` it is computed at every kth step
     and used again in between. `rotate=True` lets the optimizer step in the eigenvectors of its factors, in which a
-    stiff hold is one number per coordinate: Adam then stands larger learning rates. Start a fresh optimizer with it.
+    stiff hold is one number per coordinate: Adam then stands larger learning rates. It takes a fresh optimizer, and
+    leaves it as one: the moments of held layers are of that basis alone, and are dropped at the end.
 
     `proximal=True` takes the pull as a step of its own after the optimizer's, with the optimizer's own step size for
     each coordinate: it ends at the same weights, and is stable at any strength where the gradient would diverge. For

@@ -54,6 +54,7 @@ class Handle:
         proximal: Proximal | None = None,
     ) -> None:
         self._optimizers, self._model, self._terms, self._budget = optimizers, model, terms, budget
+        self._rotation = rotation
         self.statistics: Frozen | None = None
         strength = require_strength(strength)
         self._pulls = Pulls(optimizers, model, terms, num_data, strength, rotation, proximal, self._turn)
@@ -128,7 +129,8 @@ class Handle:
         return None if self._budget is None else self._budget.finished
 
     def state_dict(self) -> dict[str, Any]:
-        """What resuming needs: which memories it holds to, where the strength and a budget stand, and `terms`.
+        """What resuming needs: which memories it holds to, where the strength and a budget stand, and `terms`; also
+        whether the optimizer's moments, in its own state, are of rotated steps.
 
         These are what terms use from one step to the next: the pulls of `every`, as large as what is held, and the
         generators of those that draw. There are none where the next step is made of the weights alone.
@@ -136,7 +138,8 @@ class Handle:
         budget = {} if self._budget is None else {"budget": self._budget.state_dict()}
         states = [term.state_dict() if isinstance(term, Resumable) else {} for term in self._terms]
         used = {"terms": states} if any(states) else {}
-        return {"memories": list(self._identities), "strength": self.strength, **budget, **used}
+        turned = {"rotated": True} if self._rotation is not None and self._rotation.gathered else {}
+        return {"memories": list(self._identities), "strength": self.strength, **budget, **turned, **used}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a saved state; raises where it is of a hold to other memories."""
@@ -145,6 +148,14 @@ class Handle:
             raise MismatchError(
                 f"this state is of a hold to the memory {', '.join(then)}, and this one holds to {', '.join(now)}. "
                 "Give it the memory that training began with, or begin anew from the weights alone."
+            )
+        rotated = bool(state.get("rotated", False))
+        if self._rotation is not None:
+            self._rotation.resumed = rotated
+        elif rotated:
+            raise MismatchError(
+                "this state is of a hold with rotate=True, in whose eigenvectors its optimizer's moments are, and this "
+                "one steps in the weights' own. Hold with rotate=True, or begin anew from the weights alone."
             )
         self.strength = state["strength"]
         if self._budget is not None and "budget" in state:

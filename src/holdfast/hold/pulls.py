@@ -69,6 +69,8 @@ class Pulls:
             self._strays.end()
         self._hooks.clear()
         self._under_way.clear()
+        if self._rotation is not None:
+            self._rotation.end()
         for term in self._terms:
             if isinstance(term, Quadratic) and term.brought is not None:
                 term.brought.free()
@@ -156,7 +158,7 @@ class Pulls:
         if not watch.satisfied and scale != 0 and bool(nats > 0):
             watch.before(self.held, ours)
         if self._rotation is not None:
-            self._rotation.before(self.held, ours)
+            self._rotation.before(optimizer, self.held, ours)
         return scale * nats
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:

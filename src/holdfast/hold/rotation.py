@@ -16,6 +16,7 @@ from ..pieces import cut
 from ..precision import Kronecker, Precision, Rotated, Sum
 from ..precision.layers import Layer
 from ..precision.rotated import Basis
+from .moments import Moments
 
 
 class Rotation:
@@ -23,7 +24,12 @@ class Rotation:
 
     An optimizer such as Adam scales every coordinate by itself. Under G ⊗ A the stiff directions lie across the
     coordinates, and one that is stiff slows all; in the eigenvectors of G and A each has a scale of its own.
+
+    So have the moments that it gathers. They are good for such steps alone: it begins without those of others, and at
+    the `end` it is left without ours. `resumed` says that it has ours already, from a checkpoint.
     """
+
+    resumed = False
 
     def __init__(
         self, precisions: Sequence[Precision], optimizers: Sequence[Optimizer], params: Iterable[Tensor]
@@ -41,15 +47,9 @@ class Rotation:
                 "rotate=True takes steps in the eigenvectors of Kronecker factors, and this posterior has none. Use "
                 "kronecker_fisher, or leave it out."
             )
-        decayed = [group for each in optimizers for group in each.param_groups if group.get("weight_decay")]
-        if decayed:
-            raise ArgumentError(
-                f"rotate=True turns what a step does, and weight decay {decayed[0]['weight_decay']} would be turned "
-                "with it. Set weight_decay=0 while holding."
-            )
-        if any(isinstance(each, torch.optim.LBFGS) for each in optimizers):
-            raise ArgumentError("LBFGS moves within a step, by gradients as they are: leave rotate=True out.")
+        _require_turnable(optimizers)
         self._optimizers = optimizers
+        self._began = Moments()
         self._before: dict[Layer, dict[str, tuple[Tensor, Tensor | None]]] = {}
 
     def _add(self, rotated: Rotated) -> None:
@@ -62,7 +62,7 @@ class Rotation:
         self._before.clear()
 
     @torch.no_grad()
-    def before(self, held: Mapping[str, nn.Parameter], ours: Collection[int]) -> None:
+    def before(self, optimizer: Optimizer, held: Mapping[str, nn.Parameter], ours: Collection[int]) -> None:
         """Give the optimizer gradients as the basis has them."""
         if self._before:
             raise ArgumentError(
@@ -80,6 +80,7 @@ class Rotation:
                     "there. Train it too, or leave rotate out."
                 )
             self._require_one_way(params)
+            self._began.note(optimizer, params, ours=self.resumed)
             grads = {name: full(parameter.grad.to(parameter.dtype)) for name, parameter in params.items()}  # type: ignore[union-attr]
             self._before[layer] = {name: (p.detach().clone(), p.grad) for name, p in params.items()}
             turned = layer.tensors(_wide(layer.matrix(grads), basis.into))
@@ -114,6 +115,37 @@ class Rotation:
                 held[name].copy_(old + cut(moves[name].to(old.device, old.dtype).contiguous(), old))
                 held[name].grad = grad
         self._before.clear()
+
+    def end(self) -> None:
+        """Leave no moments behind that were gathered in the basis: steps to come are in other coordinates."""
+        self._began.restore()
+        self.resumed = False
+
+    @property
+    def gathered(self) -> bool:
+        """Whether the optimizers have moments of the basis."""
+        return self.resumed or bool(self._began)
+
+
+def _require_turnable(optimizers: Sequence[Optimizer]) -> None:
+    """Raise for optimizers that do more in a step than to move by their gradients."""
+    decayed = [group for each in optimizers for group in each.param_groups if group.get("weight_decay")]
+    if decayed:
+        raise ArgumentError(
+            f"rotate=True turns what a step does, and weight decay {decayed[0]['weight_decay']} would be turned "
+            "with it. Set weight_decay=0 while holding."
+        )
+    for each in optimizers:
+        if isinstance(each, torch.optim.LBFGS):
+            raise ArgumentError("LBFGS moves within a step, by gradients as they are: leave rotate=True out.")
+        if getattr(each, "closure_at_a_draw", False):
+            raise ArgumentError("IVON learns curvature of the weights as they are: leave rotate=True out.")
+        # Averages, and the points between which schedule-free ones step.
+        if isinstance(each, torch.optim.ASGD) or any("train_mode" in group for group in each.param_groups):
+            raise ArgumentError(
+                f"{type(each).__name__} keeps other weights beside those that train, which would not be turned back: "
+                "leave rotate=True out."
+            )
 
 
 def _wide(matrix: Tensor, change: object) -> Tensor:

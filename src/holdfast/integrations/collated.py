@@ -47,6 +47,25 @@ def in_order(loader: DataLoader[Any], size: int, limit: int | None = None) -> Da
     return DataLoader(dataset, batch_size=size, collate_fn=loader.collate_fn)
 
 
+def as_answered(batches: DataLoader[Any], model: nn.Module) -> DataLoader[Any]:
+    """The batches with labels as the model answers: those of a regression on one number in a column, (batch, 1).
+
+    Its own loss squeezes both. Left as they are, every example would be compared with every other.
+    """
+    if getattr(getattr(_adapted(model), "config", None), "num_labels", None) != 1:
+        return batches
+    collate = batches.collate_fn
+
+    def collated(rows: list[Any]) -> Any:
+        batch = collate(rows)
+        labels = batch.get("labels") if isinstance(batch, Mapping) else None
+        if not isinstance(labels, Tensor) or labels.ndim != 1:
+            return batch
+        return {**batch, "labels": labels.unsqueeze(1)}
+
+    return DataLoader(batches.dataset, batch_size=batches.batch_size, collate_fn=collated)
+
+
 def count(loader: DataLoader[Any], model: nn.Module, unit: str, size: int) -> float:
     """How many examples a loader's dataset has, or how many of its tokens are predicted, `size` examples at a time."""
     total = examples(loader, "Give num_data=.")

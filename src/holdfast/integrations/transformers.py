@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from types import FrameType
@@ -26,7 +27,7 @@ from ..penalty import Term
 from ..posterior import Memory, Posterior, as_posterior, consolidate, prior
 from ..precision import Precision
 from ..probes import Probes
-from .collated import count, examples, in_order, known_likelihood, logits
+from .collated import as_answered, count, examples, in_order, known_likelihood, logits
 from .replicas import agreed, same_
 from .stand_ins import stand_ins
 
@@ -241,9 +242,10 @@ def memory_from(
 
     One pass in the set's own order, by the trainer's collator, without the columns that the model does not take. The
     `likelihood` is told from the model: `tokens` for language models (their ignored labels do not count),
-    `categorical` for classifiers. `fisher` is `kronecker_fisher`, `diagonal_fisher` or the like, with more arguments
-    by functools.partial. With `limit`, so many examples drawn at random stand for all of them. On several processes
-    each goes through all of the set, and has the same memory.
+    `categorical` for classifiers; for a regression give one, `gaussian(scale)`. `fisher` is `kronecker_fisher`,
+    `diagonal_fisher` or the like, with more arguments by functools.partial; by a `forward` of its own the model is
+    asked, and its labels are as the collator gives them. With `limit`, so many examples drawn at random stand for all
+    of them. On several processes each goes through all of the set, and has the same memory.
 
     With `probes`, the memory has what a budget and a forecast are told by: a sample of the model's answers, and what
     stands for the inputs: two moments of numbers such as pixels, text that a causal language model writes itself. For
@@ -258,6 +260,8 @@ def memory_from(
     if not isinstance(probes, (bool, Probes)):
         raise ArgumentError(f"probes is True, or probes such as kept_inputs(...) gives, got {type(probes).__name__}.")
     _warn_of_what_was_held(trainer, posterior)
+    own = fisher.keywords.get("forward") if isinstance(fisher, partial) else None
+    forward = own or logits
     model = unwrapped(cast("nn.Module", trainer.model))
     with torch.random.fork_rng(devices=[]):
         loader = trainer.get_train_dataloader()
@@ -266,14 +270,15 @@ def memory_from(
         batches = in_order(loader, trainer.args.train_batch_size, None if part == size else part)
         if likelihood is None:
             likelihood = known_likelihood(model, next(iter(batches)))
+        batches = batches if own else as_answered(batches, model)
         before = posterior if isinstance(posterior, Memory) else None
         kept: Probes | None = probes if isinstance(probes, Probes) else None
         answers = None
         if probes is True or kept is not None:  # first: what cannot be kept is said before the longer pass
-            answers = kept_answers(model, batches, likelihood, forward=logits).thinned(size / part)
+            answers = kept_answers(model, batches, likelihood, forward=forward).thinned(size / part)
             known = None if before is None else before.probes
             kept = kept or stand_ins(model, batches, likelihood, answers.num_data, known)
-        found = (size / part) * fisher(model, batches, likelihood, forward=logits)
+        found = (size / part) * fisher(model, batches, likelihood, forward=forward)
     memory = before or Memory(prior(model) if posterior is None else as_posterior(posterior))
     memory = consolidate(memory, model, found)
     if kept is None or answers is None:

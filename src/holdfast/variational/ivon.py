@@ -17,7 +17,7 @@ from ..likelihood import Likelihood
 from ..params import matched, shapes, unwrapped
 from ..pieces import gradient, placed
 from ..posterior import Memory, Posterior, as_posterior
-from .mean_field import fitting, require_same
+from .given import fitting, require_distribution, require_same
 from .options import checked_options, grouped
 from .outcome import found_posterior
 from .parts import bundled, seed_of
@@ -62,8 +62,7 @@ class IVON(Optimizer):
         options: Mapping[str, Mapping[str, Any]] | None = None,
         seed: int = 0,
     ) -> None:
-        if not isinstance(likelihood, Likelihood):
-            raise ArgumentError(f"a likelihood is needed, such as holdfast.categorical, got {likelihood!r}.")
+        require_distribution(likelihood)
         count = require_number(num_data, "num_data, the number of examples (or tokens),", positive=True)
         self._given, self._model = model, unwrapped(model)
         self._likelihood, self._num_data, self._seed = likelihood, count, seed

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
 
 from ..curvature.batches import Batch, read
-from ..errors import ArgumentError, DataError, InertError, MismatchError, require_number
-from ..likelihood import Categorical, Likelihood
-from ..params import matched, shapes, some, trainable, unwrapped
+from ..errors import ArgumentError, DataError, InertError, require_number
+from ..likelihood import Likelihood
+from ..params import matched, shapes, unwrapped
 from ..pieces import in_pieces
 from ..posterior import Memory, Posterior, as_posterior
 from ..posterior.gaussian import difference, kept
-from .divergence import require_proper
+from .began import Began
 from .draws import Draws, Forward, moved
+from .given import fitting, require_distribution, require_same
 from .noise import Noise
 from .outcome import found_posterior
 
@@ -61,6 +61,7 @@ class MeanField(nn.Module):
         self._generator: torch.Generator | None = None
         self._seed = seed
         self._seen: float | Tensor = 0.0
+        self._began: Began | None = None
 
     def extra_repr(self) -> str:
         """What it is told apart by."""
@@ -105,6 +106,7 @@ class MeanField(nn.Module):
             last = last if self.antithetic and first else None
         if torch.is_grad_enabled():
             self._seen = self._seen + count
+            self._began = self._began or Began.at(params, self._logs)
         # A batch in which every label is ignored says nothing.
         return torch.stack(losses).mean() / (count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1.0))
 
@@ -125,19 +127,25 @@ class MeanField(nn.Module):
                 f"only {seen:g} of num_data={self.num_data:g} {self.likelihood.unit}s were seen: the likelihood "
                 "stands for more data than there was. Give num_data as it is, or train for an epoch at least."
             )
+        params = self._params()
+        if self._began is not None:
+            self._began.require_trained(params, self._logs)
         entries = {name: deviation.square().reciprocal() for name, deviation in self.deviations.items()}
         how = "mean field" + (f", tempered {self.tempering:g}" if self.tempering != 1 else "")
-        return found_posterior(self.model, self._params(), entries, self._prior, self.likelihood, self.num_data, how)
+        return found_posterior(self.model, params, entries, self._prior, self.likelihood, self.num_data, how)
 
     def get_extra_state(self) -> dict[str, Any]:
         """What resuming needs besides weights and deviations."""
         drawer = None if self._generator is None else self._generator.get_state()
-        return {"prior": self._prior_id, "num_data": self.num_data, "seen": float(self._seen), "noise": drawer}
+        began = {} if self._began is None else {"means": self._began.means, "logs": self._began.logs}
+        seen = float(self._seen)
+        return {"prior": self._prior_id, "num_data": self.num_data, "seen": seen, "noise": drawer, "began": began}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
         """Go on from a saved state, under the same prior and the same `num_data`."""
         require_same(state, prior=self._prior_id, num_data=self.num_data)
         self._seen = state["seen"]
+        self._began = Began(**state["began"]) if state.get("began") else None
         if state["noise"] is not None:
             device = next(iter(self._params().values())).device
             self._generator = torch.Generator(device)
@@ -205,13 +213,7 @@ def mean_field(
     """
     model = unwrapped(model)
     before = as_posterior(prior)
-    if not isinstance(likelihood, Likelihood):
-        raise ArgumentError(f"a likelihood is needed, such as holdfast.categorical, got {likelihood!r}.")
-    if isinstance(likelihood, Categorical) and likelihood.temperature != 1:
-        raise ArgumentError(
-            f"{likelihood.name} is to take a Fisher with, and is no distribution of labels: no posterior comes of it. "
-            "Give holdfast.categorical."
-        )
+    require_distribution(likelihood)
     if not isinstance(samples, int) or isinstance(samples, bool) or samples < 1:
         raise ArgumentError(f"samples is a whole number, 1 or more, got {samples!r}.")
     count = require_number(num_data, "num_data, the number of examples (or tokens),", positive=True)
@@ -220,33 +222,3 @@ def mean_field(
         local=local, deviation=require_number(deviation, "a deviation to start from", positive=True),
         tempering=require_number(tempering, "tempering", positive=True), seed=seed, forward=forward,
     )  # fmt: skip
-
-
-def fitting(model: nn.Module, prior: Posterior, unit: str) -> Posterior:
-    """The prior, checked: over all that trains, proper, counting in the same unit, on the model's devices."""
-    params = matched(model, shapes(prior.mean), ties=prior.ties)
-    inside = {id(parameter) for parameter in params.values()}
-    outside = [name for name, parameter in trainable(model).items() if id(parameter) not in inside]
-    if outside:
-        raise MismatchError(
-            f"{some(outside)} trains, and the prior does not have it. Freeze it, or make the prior of the model as it "
-            "is now: holdfast.prior(model, precision=...)."
-        )
-    frozen = [name for name, parameter in params.items() if not parameter.requires_grad]
-    if frozen:
-        raise MismatchError(f"{some(frozen)} is in the prior, and frozen in the model. Let it train.")
-    if prior.unit and prior.unit != unit:
-        raise MismatchError(f"the prior counts {prior.unit}s, and the likelihood {unit}s: take one that fits.")
-    require_proper(prior, "the prior")
-    devices = {parameter.device for parameter in params.values()}
-    return prior.to(devices.pop()) if len(devices) == 1 else prior
-
-
-def require_same(state: Mapping[str, Any], **own: Any) -> None:
-    """Raise where a saved state is of another prior, or of another number of data."""
-    for key, mine in own.items():
-        if state.get(key) != mine:
-            raise MismatchError(
-                f"this state was saved under another {key} ({state.get(key)}, and here {mine}), which all in it is of. "
-                "Make this with what it had, or start without its state."
-            )
