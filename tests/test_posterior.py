@@ -547,6 +547,63 @@ class TestMemory:
         holdfast.restore_(model, memory)
         assert torch.equal(memory.buffers["1.running_mean"], model[1].running_mean)
 
+    def test_statistics_or_answers_of_weights_that_have_moved_since_are_not_kept_beside_it(self):
+        plain, counting = (
+            nn.Sequential(nn.Linear(3, 4), norm, nn.Linear(4, 2)) for norm in (nn.Tanh(), nn.BatchNorm1d(4))
+        )
+        batches = [(torch.randn(9, 3), torch.randint(0, 2, (9,)))]
+        for model, what in ((plain, "answers"), (counting, r"`1.running_mean`, `1.running_var`")):
+            posterior = holdfast.consolidate(
+                holdfast.prior(model), model, holdfast.diagonal_fisher(model, batches, holdfast.categorical)
+            )
+            answers = holdfast.kept_answers(model, batches, holdfast.categorical)
+            holdfast.Memory.of(posterior, model, answers=answers)
+            with torch.no_grad():
+                model[2].weight += 1e-3
+            with pytest.raises(holdfast.MismatchError, match=f"`2.weight` of the model is not at .* its {what}"):
+                holdfast.Memory.of(posterior, model, answers=answers)
+            holdfast.restore_(model, posterior)
+            holdfast.Memory.of(posterior, model, answers=answers)
+
+    @pytest.mark.parametrize("change", ["narrow posterior", "narrow model", "compact", "there and back", "zero"])
+    def test_rounding_is_no_move_and_a_prior_is_centered_anywhere(self, change):
+        model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+        batches = [(torch.randn(9, 3), torch.randint(0, 2, (9,)))]
+        posterior = holdfast.consolidate(
+            holdfast.prior(model), model, holdfast.diagonal_fisher(model, batches, holdfast.categorical)
+        )
+        if change == "narrow posterior":
+            posterior = posterior.to(dtype=torch.bfloat16)
+        elif change == "narrow model":
+            model = model.bfloat16()
+        elif change == "compact":
+            posterior = posterior.compact()
+        elif change == "there and back":  # as an adapter is merged, and taken out again
+            with torch.no_grad():
+                model[0].weight.add_(0.3).sub_(0.3)
+            assert not torch.equal(model[0].weight, posterior.mean["0.weight"])
+        else:
+            posterior = holdfast.prior(model, precision=1.0, mean=0.0)
+        memory = holdfast.Memory.of(posterior, model)
+        assert torch.equal(memory.buffers["1.running_mean"], model[1].running_mean)
+
+    def test_what_is_merged_is_kept_beside_answers_of_each_and_statistics_of_its_own_mean(self):
+        model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+        parts, kept = [], []
+        for _ in range(2):
+            batches = [(torch.randn(9, 3), torch.randint(0, 2, (9,)))]
+            with torch.no_grad():
+                model[0].weight += 0.1
+            fisher = holdfast.diagonal_fisher(model, batches, holdfast.categorical)
+            parts.append(holdfast.consolidate(holdfast.prior(model), model, fisher))
+            kept.append(holdfast.kept_answers(model, batches, holdfast.categorical))
+        merged = holdfast.merge(*parts)
+        with pytest.raises(holdfast.MismatchError, match="count these anew with data"):
+            holdfast.Memory.of(merged, model, answers=kept[0] + kept[1])
+        model[1] = nn.Identity()
+        memory = holdfast.Memory.of(merged, model, answers=kept[0] + kept[1])
+        assert memory.answers.num_data == memory.num_data == 18
+
     def test_values_can_be_copied_and_sent_to_other_processes(self):
         posterior = trained(0)
         for twin in (copy.deepcopy(posterior), pickle.loads(pickle.dumps(posterior))):
