@@ -184,6 +184,7 @@ class TestConsolidate:
         model = CASE.model()
         first = trained(3) if start is None else holdfast.prior(model, precision=start)
         old = {name: value.clone() for name, value in first.precision.diagonal().items()}
+        holdfast.restore_(model, first)
         for parameter in model[0].parameters():
             parameter.requires_grad_(False)
         after = verb(first, model, fisher(model, 1), decay=0.25)
@@ -526,6 +527,46 @@ class TestDensity:
     def test_values_that_are_no_posterior_are_refused(self, mean, message):
         with pytest.raises((holdfast.ArgumentError, holdfast.MismatchError), match=message):
             holdfast.Posterior(mean, holdfast.Diagonal({"w": torch.ones(1)}))
+
+
+class TestFishersOfAPart:
+    def parts(self, known):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+        first, second = ([(torch.randn(9, 3), torch.randint(0, 2, (9,)))] for _ in range(2))
+        posterior = known(model, first)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter += 0.1
+        return model, posterior, second
+
+    @staticmethod
+    def learned(model, batches):
+        fisher = holdfast.diagonal_fisher(model, batches, holdfast.categorical)
+        return holdfast.consolidate(holdfast.prior(model), model, fisher)
+
+    @pytest.mark.parametrize("how", [holdfast.consolidate, holdfast.consolidate_])
+    def test_what_moved_and_has_no_fisher_is_named(self, how):
+        """As PEFT leaves it: what was merged is frozen, and the Fisher is of the head alone."""
+        model, posterior, batches = self.parts(self.learned)
+        model[0].requires_grad_(False)
+        fisher = holdfast.diagonal_fisher(model, batches, holdfast.categorical)
+        with pytest.warns(holdfast.HoldfastWarning, match=r"^`0.weight`, `0.bias` moved.*merge_and_unload") as said:
+            after = how(posterior, model, fisher)
+        assert said[0].filename == __file__
+        assert after.num_data == 18
+
+    def test_a_part_that_stayed_or_that_no_data_held_needs_none(self):
+        model, posterior, batches = self.parts(self.learned)
+        with torch.no_grad():
+            model[0].weight -= 0.1
+            model[0].bias -= 0.1
+        fisher = holdfast.diagonal_fisher(model, batches, holdfast.categorical, only="2.*")
+        assert holdfast.consolidate(posterior, model, fisher).num_data == 18
+        for precision in (0.0, 1.0):
+            model, start, batches = self.parts(lambda model, _, l2=precision: holdfast.prior(model, precision=l2))
+            fisher = holdfast.diagonal_fisher(model, batches, holdfast.categorical, only="2.*")
+            assert holdfast.consolidate(start, model, fisher).num_data == 9
 
 
 class TestMemory:
