@@ -529,6 +529,36 @@ class TestDensity:
             holdfast.Posterior(mean, holdfast.Diagonal({"w": torch.ones(1)}))
 
 
+@pytest.mark.parametrize("structure", [holdfast.diagonal_fisher, holdfast.kronecker_fisher, holdfast.dense_fisher])
+def test_a_fisher_added_to_itself_is_said_and_an_average_or_a_strength_is_none(structure, tmp_path):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    batches, others = ([(torch.randn(9, 3), torch.randint(0, 2, (9,)))] for _ in range(2))
+
+    def drawn(seed=0, batches=batches, **more):
+        return structure(model, batches, holdfast.categorical, targets="sampled", seed=seed, **more)
+
+    def learned(fisher):
+        return holdfast.consolidate(holdfast.prior(model), model, fisher)
+
+    for twice in (drawn() + drawn(), 1.0 * (drawn() + drawn(1)), sum([drawn(), drawn()])):
+        with pytest.warns(holdfast.HoldfastWarning, match="2 times the same examples.* count as 18 and are 9") as said:
+            known = learned(twice)
+        assert said[0].filename == __file__
+        assert known.num_data == 18
+    holdfast.save(known, tmp_path / "memory")  # what was said once is not in a file
+    assert holdfast.load(tmp_path / "memory").posterior.id == known.id
+    for found, count in (
+        (0.5 * (drawn() + drawn(1)), 9),
+        (0.5 * drawn() + 0.5 * drawn(1), 9),
+        (10 * (0.5 * (drawn() + drawn(1))), 90),
+        (2 * drawn(), 18),
+        (drawn(only="0.*") + drawn(only="2.*"), 9),
+        (drawn() + drawn(batches=others), 18),
+    ):
+        assert learned(found).num_data == count
+
+
 class TestFishersOfAPart:
     def parts(self, known):
         torch.manual_seed(0)

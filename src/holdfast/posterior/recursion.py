@@ -141,6 +141,13 @@ def _checked(posterior: Posterior, model: nn.Module, fisher: Precision, decay: f
                 f"the Fisher was taken at other weights than the model has now: `{changed[0]}` has changed (and "
                 f"{len(changed) - 1} more). Compute it after training, just before consolidate."
             )
+    for source in fisher.sources:
+        if source.size and source.added > 1:
+            warnings.warn(
+                f"this Fisher was added to itself: {source.added} times the same {source.unit}s at the same weights, "
+                f"which count as {source.num_data:g} and are {source.size:g}. An average of draws is 0.5 * (a + b), "
+                "and a strength is a factor, 2 * fisher.", HoldfastWarning, stacklevel=3,
+            )  # fmt: skip
     # What a prior alone holds may go anywhere; what data held goes on being held, and where it is now nobody asked.
     left = {name for name in posterior.precision.shapes if name not in fisher.shapes}
     away = moved(posterior.mean, model, left) if left and decay and posterior.num_data else []
