@@ -920,6 +920,49 @@ def test_of_a_softened_fisher_the_quadratic_is_said_to_overstate(scene):
     assert not any("overstates" in each for each in holdfast.forecast(model, memory).doubts)
 
 
+class TestCheckpoints:
+    def test_the_model_is_found_in_what_training_programs_save(self, scene):
+        """As the command line finds it: beside a step, inside a dictionary, under a wrapper's name."""
+        model, memory, x, _ = scene
+        other = copy.deepcopy(model)
+        fit(other, x, clouds(turn=0.7)[1], 3)
+        state = other.state_dict()
+        expected = holdfast.forecast(other, memory.posterior).quadratic
+        wrapped = {f"module.{name}": value for name, value in state.items()}
+        for saved in (
+            state, {**state, "step": 3}, {"model": state, "epoch": 3}, {"state_dict": wrapped, "optimizer": {}}, wrapped
+        ):  # fmt: skip
+            assert holdfast.forecast(saved, memory).quadratic == pytest.approx(expected)
+        with pytest.raises(holdfast.ArgumentError, match=r"several times, inside ema\., module\.\. Say which"):
+            holdfast.forecast({**wrapped, **{f"ema.{name}": value for name, value in state.items()}}, memory)
+
+    @pytest.mark.parametrize(
+        ("given", "match"),
+        [
+            ("x.pt", r"got the path 'x.pt': torch.load.*holdfast forecast"),
+            ({"epoch": 3}, "holds no named weights: model.state_dict"),
+            ([torch.zeros(3)], "a list, holds no named weights"),
+        ],
+    )
+    def test_what_holds_no_weights_is_told_what_does(self, scene, given, match):
+        with pytest.raises(holdfast.ArgumentError, match=match):
+            holdfast.forecast(given, scene[1])
+
+    def test_a_model_without_values_is_refused_wherever_they_are_asked_for(self, scene):
+        model, memory, x, y = scene
+        empty = copy.deepcopy(model).to("meta")
+        for asked in (
+            lambda: holdfast.forecast(empty, memory),
+            lambda: holdfast.forecast(empty.state_dict(), memory),
+            lambda: holdfast.penalty(empty, memory),
+            lambda: memory.expanded(empty),
+            lambda: holdfast.diagonal_fisher(empty, [(x, y)], holdfast.categorical),
+            lambda: holdfast.kronecker_fisher(empty, [(x, y)], holdfast.categorical),
+        ):
+            with pytest.raises(holdfast.ArgumentError, match=r"`0.weight`.* has no values"):
+                asked()
+
+
 class TestStatisticsThatWereNotKept:
     """A model with BatchNorm, and a posterior saved without what its layers have counted."""
 
