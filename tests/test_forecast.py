@@ -220,6 +220,46 @@ class TestPaired:
         expected = float(F.cross_entropy(new, labels) - F.cross_entropy(old, labels))
         assert found.by_outputs == pytest.approx(expected, rel=1e-4)
 
+    @pytest.mark.parametrize("likelihood", [holdfast.categorical, holdfast.gaussian(0.5)], ids=["classes", "numbers"])
+    def test_answers_of_a_smaller_head_are_completed_by_what_like_probes_were_answered(self, likelihood):
+        """The slow twin: answer by answer, its nearest probes by a loop; the model has six outputs now, and had five.
+
+        Numbers stand each for itself: those that an answer never had are no part of its loss.
+        """
+        generator = torch.Generator().manual_seed(0)
+        old, new = (torch.randn(40, width, generator=generator, dtype=torch.float64) for width in (5, 6))
+        parts = []
+        for width, rows in ((3, 24), (5, 8)):
+            outputs = torch.randn(rows, width, generator=generator, dtype=torch.float64)
+            classes = torch.randint(0, width, (rows,), generator=generator)
+            labels = classes if likelihood is holdfast.categorical else torch.randn_like(outputs)
+            parts.append(holdfast.Answers(outputs, labels, likelihood.name, rows))
+        whole = holdfast.Answers(
+            torch.cat([F.pad(parts[0].outputs, (0, 2)), parts[1].outputs]),
+            torch.cat([
+                each.labels if each.labels.ndim == 1 else F.pad(each.labels, (0, 5 - each.labels.shape[1]))
+                for each in parts
+            ]),
+            likelihood.name, 32, known=torch.tensor([3] * 24 + [5] * 8),
+        )  # fmt: skip
+        rises = []
+        for part in parts:
+            for z, label in zip(part.outputs, part.labels, strict=True):
+                width, classes = len(z), label.ndim == 0
+                seen = old[:, :width]
+                middle = (seen - seen.mean(1, keepdim=True), z - z.mean()) if classes else (seen, z)
+                near = (middle[0] - middle[1]).square().sum(1).argsort()[:10]
+                each = []
+                for probe in near:
+                    before = torch.cat([z, old[probe, width:]]) if classes else z
+                    after = z + new[probe, :width] - old[probe, :width]
+                    after = torch.cat([after, new[probe, width:]]) if classes else after
+                    losses = [likelihood.nll(row.unsqueeze(0), label.unsqueeze(0)).item() for row in (after, before)]
+                    each.append(losses[0] - losses[1])
+                rises.append(sum(each) / len(each))
+        assert Paired(whole, old).rise(new).by_outputs == pytest.approx(sum(rises) / len(rises), rel=1e-10)
+        assert Paired(whole, old).rise(old).by_outputs == 0
+
     def test_what_is_softmax_invariant_pairs_alike(self):
         generator = torch.Generator().manual_seed(0)
         old, new = torch.randn(2, 60, 4, generator=generator)
@@ -333,11 +373,41 @@ class TestAnswers:
         with pytest.raises(holdfast.DataError, match="no batches"):
             holdfast.kept_answers(model, [], holdfast.categorical)
 
-    def test_different_heads_are_not_joined(self):
-        small = holdfast.Answers(torch.randn(5, 3), torch.zeros(5).long(), "categorical", 5)
-        large = holdfast.Answers(torch.randn(5, 4), torch.zeros(5).long(), "categorical", 5)
-        with pytest.raises(holdfast.MismatchError, match="head grew"):
-            small + large
+    @pytest.mark.parametrize("kind", ["categorical", "bernoulli"])
+    def test_those_of_a_head_that_grew_keep_as_many_outputs_as_they_had(self, kind, scene, tmp_path):
+        """In either order, three heads after each other, through a file, half as much, and in parts again."""
+        generator = torch.Generator().manual_seed(0)
+        kept = {}
+        for width in (3, 4, 6):
+            outputs = torch.randn(90, width, generator=generator)
+            labels = torch.full((90,), width - 1) if kind == "categorical" else torch.rand(90, width)
+            kept[width] = holdfast.Answers(outputs, labels, kind, 300)
+        memory = dataclasses.replace(scene[1], answers=None)
+        for order in ((3, 4, 6), (6, 3, 4), (4, 6, 3)):
+            grown = memory
+            for width in order:
+                grown = grown.with_answers(kept[width])
+            holdfast.save(dataclasses.replace(grown, answers=grown.answers.thinned(0.5)), tmp_path / "memory")
+            found = holdfast.load(tmp_path / "memory").answers
+            assert found.num_data == 450
+            assert [part.outputs.shape[1] for part in found.alike] == [3, 4, 6]
+            for part in found.alike:
+                same = (part.outputs.unsqueeze(1) == kept[part.outputs.shape[1]].outputs).all(-1)
+                assert torch.equal(part.labels, kept[part.outputs.shape[1]].labels[same.int().argmax(1)])
+                assert bool(same.any(1).all())
+                assert part.num_data == pytest.approx(150, abs=450 / 90)
+
+    def test_answers_of_two_models_are_not_joined_and_classes_are_among_those_that_were_known(self):
+        flat = holdfast.Answers(torch.randn(5), torch.randn(5), "gaussian(scale=1.0)", 5)
+        large = holdfast.Answers(torch.randn(5, 4), torch.randn(5, 4), "gaussian(scale=1.0)", 5)
+        with pytest.raises(holdfast.MismatchError, match="not of one model"):
+            flat + large
+        outputs, labels = torch.randn(2, 4), torch.tensor([3, 0])
+        with pytest.raises(holdfast.DataError, match="has 3 classes"):
+            holdfast.Answers(outputs, labels, "categorical", 2, known=torch.tensor([3, 4]))
+        for known in (torch.tensor([4, 5]), torch.tensor([0, 4]), torch.tensor([4]), torch.tensor([4.0, 4.0])):
+            with pytest.raises(holdfast.ArgumentError, match="no more than there are"):
+                holdfast.Answers(outputs, labels, "categorical", 2, known=known)
 
 
 def test_the_bound_is_twice_the_larger_estimate_and_two_deviations_and_never_below_these():
@@ -752,6 +822,56 @@ class TestGrownAndStale:
         assert rise > 0.05
         assert rise / 1.5 < said.rise < 1.5 * rise
 
+    def test_after_another_task_both_are_foretold_and_budgeted_by_answers_of_two_heads(self, tmp_path):
+        """Three classes, then two more, then two more: the rise of the loss on all five is that since the second."""
+        torch.manual_seed(0)
+        centers = torch.randn(7, 10)
+        y = torch.arange(2100) % 7
+        x = centers[y] + 0.6 * torch.randn(2100, 10)
+        first, second, third = (torch.isin(y, torch.tensor(of)) for of in ((0, 1, 2), (3, 4), (5, 6)))
+
+        def net(classes):
+            return nn.Sequential(nn.Linear(10, 40), nn.ReLU(), nn.Linear(40, classes))
+
+        model = net(3)
+        fit(model, x[first], y[first], 100)
+        memory = remembered(model, x[first], y[first], holdfast.categorical)
+        grown = net(5)
+        memory = memory.expanded(grown)
+        holdfast.restore_(grown, memory)
+        term = holdfast.distill(grown, memory, likelihood=holdfast.categorical)
+        fit(grown, x[second], y[second], 100, lambda o: holdfast.hold(o, grown, [memory, term], num_data=600))
+        batches = [(x[second], y[second])]
+        memory = holdfast.consolidate(
+            memory, grown, holdfast.diagonal_fisher(grown, batches, holdfast.categorical)
+        ).with_probes(holdfast.gaussian_probes([x[second]]))
+        assert any("with_answers" in doubt for doubt in holdfast.forecast(grown, memory).doubts)
+        memory = memory.with_answers(holdfast.kept_answers(grown, batches, holdfast.categorical))
+        assert memory.answers.num_data == memory.num_data == 1500
+        said = holdfast.forecast(grown, memory)
+        assert said.rise == 0
+        assert said.trusted
+
+        old, last = first | second, net(7)
+        known = memory.expanded(last)
+        holdfast.restore_(last, known)
+        fit(last, x[third], y[third], 8)
+        rise, said = loss(last, x[old], y[old]) - loss(grown, x[old], y[old]), holdfast.forecast(last, known)
+        assert rise > 0.3
+        assert rise / 1.5 < said.rise < 1.5 * rise
+        holdfast.save(known, tmp_path / "memory")
+        assert holdfast.forecast(last, holdfast.load(tmp_path / "memory")).rise == said.rise
+
+        moved = copy.deepcopy(grown)
+        optimizer = torch.optim.Adam(moved.parameters(), lr=0.003)
+        with holdfast.hold(optimizer, moved, memory, num_data=600, budget=0.1) as handle:
+            for _ in range(60):
+                optimizer.zero_grad()
+                F.cross_entropy(moved(x[old]), 4 - y[old]).backward()
+                optimizer.step()
+        assert 0.01 < handle.spent.rise <= 0.1
+        assert loss(moved, x[old], y[old]) - loss(grown, x[old], y[old]) < 0.12
+
     @GOES_BACK
     @pytest.mark.parametrize("likelihood", [holdfast.bernoulli, holdfast.gaussian(0.5)], ids=["yes-no", "numbers"])
     def test_outputs_that_stand_each_for_itself_lose_nothing_to_those_that_were_added(self, likelihood):
@@ -798,6 +918,49 @@ def test_of_a_softened_fisher_the_quadratic_is_said_to_overstate(scene):
     posterior = holdfast.consolidate(holdfast.prior(model), model, fisher)
     assert any("overstates" in each for each in holdfast.forecast(model, posterior).doubts)
     assert not any("overstates" in each for each in holdfast.forecast(model, memory).doubts)
+
+
+class TestCheckpoints:
+    def test_the_model_is_found_in_what_training_programs_save(self, scene):
+        """As the command line finds it: beside a step, inside a dictionary, under a wrapper's name."""
+        model, memory, x, _ = scene
+        other = copy.deepcopy(model)
+        fit(other, x, clouds(turn=0.7)[1], 3)
+        state = other.state_dict()
+        expected = holdfast.forecast(other, memory.posterior).quadratic
+        wrapped = {f"module.{name}": value for name, value in state.items()}
+        for saved in (
+            state, {**state, "step": 3}, {"model": state, "epoch": 3}, {"state_dict": wrapped, "optimizer": {}}, wrapped
+        ):  # fmt: skip
+            assert holdfast.forecast(saved, memory).quadratic == pytest.approx(expected)
+        with pytest.raises(holdfast.ArgumentError, match=r"several times, inside ema\., module\.\. Say which"):
+            holdfast.forecast({**wrapped, **{f"ema.{name}": value for name, value in state.items()}}, memory)
+
+    @pytest.mark.parametrize(
+        ("given", "match"),
+        [
+            ("x.pt", r"got the path 'x.pt': torch.load.*holdfast forecast"),
+            ({"epoch": 3}, "holds no named weights: model.state_dict"),
+            ([torch.zeros(3)], "a list, holds no named weights"),
+        ],
+    )
+    def test_what_holds_no_weights_is_told_what_does(self, scene, given, match):
+        with pytest.raises(holdfast.ArgumentError, match=match):
+            holdfast.forecast(given, scene[1])
+
+    def test_a_model_without_values_is_refused_wherever_they_are_asked_for(self, scene):
+        model, memory, x, y = scene
+        empty = copy.deepcopy(model).to("meta")
+        for asked in (
+            lambda: holdfast.forecast(empty, memory),
+            lambda: holdfast.forecast(empty.state_dict(), memory),
+            lambda: holdfast.penalty(empty, memory),
+            lambda: memory.expanded(empty),
+            lambda: holdfast.diagonal_fisher(empty, [(x, y)], holdfast.categorical),
+            lambda: holdfast.kronecker_fisher(empty, [(x, y)], holdfast.categorical),
+        ):
+            with pytest.raises(holdfast.ArgumentError, match=r"`0.weight`.* has no values"):
+                asked()
 
 
 class TestStatisticsThatWereNotKept:

@@ -184,6 +184,7 @@ class TestConsolidate:
         model = CASE.model()
         first = trained(3) if start is None else holdfast.prior(model, precision=start)
         old = {name: value.clone() for name, value in first.precision.diagonal().items()}
+        holdfast.restore_(model, first)
         for parameter in model[0].parameters():
             parameter.requires_grad_(False)
         after = verb(first, model, fisher(model, 1), decay=0.25)
@@ -528,6 +529,76 @@ class TestDensity:
             holdfast.Posterior(mean, holdfast.Diagonal({"w": torch.ones(1)}))
 
 
+@pytest.mark.parametrize("structure", [holdfast.diagonal_fisher, holdfast.kronecker_fisher, holdfast.dense_fisher])
+def test_a_fisher_added_to_itself_is_said_and_an_average_or_a_strength_is_none(structure, tmp_path):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    batches, others = ([(torch.randn(9, 3), torch.randint(0, 2, (9,)))] for _ in range(2))
+
+    def drawn(seed=0, batches=batches, **more):
+        return structure(model, batches, holdfast.categorical, targets="sampled", seed=seed, **more)
+
+    def learned(fisher):
+        return holdfast.consolidate(holdfast.prior(model), model, fisher)
+
+    for twice in (drawn() + drawn(), 1.0 * (drawn() + drawn(1)), sum([drawn(), drawn()])):
+        with pytest.warns(holdfast.HoldfastWarning, match="2 times the same examples.* count as 18 and are 9") as said:
+            known = learned(twice)
+        assert said[0].filename == __file__
+        assert known.num_data == 18
+    holdfast.save(known, tmp_path / "memory")  # what was said once is not in a file
+    assert holdfast.load(tmp_path / "memory").posterior.id == known.id
+    for found, count in (
+        (0.5 * (drawn() + drawn(1)), 9),
+        (0.5 * drawn() + 0.5 * drawn(1), 9),
+        (10 * (0.5 * (drawn() + drawn(1))), 90),
+        (2 * drawn(), 18),
+        (drawn(only="0.*") + drawn(only="2.*"), 9),
+        (drawn() + drawn(batches=others), 18),
+    ):
+        assert learned(found).num_data == count
+
+
+class TestFishersOfAPart:
+    def parts(self, known):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+        first, second = ([(torch.randn(9, 3), torch.randint(0, 2, (9,)))] for _ in range(2))
+        posterior = known(model, first)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter += 0.1
+        return model, posterior, second
+
+    @staticmethod
+    def learned(model, batches):
+        fisher = holdfast.diagonal_fisher(model, batches, holdfast.categorical)
+        return holdfast.consolidate(holdfast.prior(model), model, fisher)
+
+    @pytest.mark.parametrize("how", [holdfast.consolidate, holdfast.consolidate_])
+    def test_what_moved_and_has_no_fisher_is_named(self, how):
+        """As PEFT leaves it: what was merged is frozen, and the Fisher is of the head alone."""
+        model, posterior, batches = self.parts(self.learned)
+        model[0].requires_grad_(False)
+        fisher = holdfast.diagonal_fisher(model, batches, holdfast.categorical)
+        with pytest.warns(holdfast.HoldfastWarning, match=r"^`0.weight`, `0.bias` moved.*merge_and_unload") as said:
+            after = how(posterior, model, fisher)
+        assert said[0].filename == __file__
+        assert after.num_data == 18
+
+    def test_a_part_that_stayed_or_that_no_data_held_needs_none(self):
+        model, posterior, batches = self.parts(self.learned)
+        with torch.no_grad():
+            model[0].weight -= 0.1
+            model[0].bias -= 0.1
+        fisher = holdfast.diagonal_fisher(model, batches, holdfast.categorical, only="2.*")
+        assert holdfast.consolidate(posterior, model, fisher).num_data == 18
+        for precision in (0.0, 1.0):
+            model, start, batches = self.parts(lambda model, _, l2=precision: holdfast.prior(model, precision=l2))
+            fisher = holdfast.diagonal_fisher(model, batches, holdfast.categorical, only="2.*")
+            assert holdfast.consolidate(start, model, fisher).num_data == 9
+
+
 class TestMemory:
     def test_it_is_taken_wherever_a_posterior_is_and_stays_a_memory(self):
         case = next(case for case in CASES if case.name == "batchnorm-cnn")
@@ -546,6 +617,63 @@ class TestMemory:
         assert isinstance(memory.expanded(model), holdfast.Memory)
         holdfast.restore_(model, memory)
         assert torch.equal(memory.buffers["1.running_mean"], model[1].running_mean)
+
+    def test_statistics_or_answers_of_weights_that_have_moved_since_are_not_kept_beside_it(self):
+        plain, counting = (
+            nn.Sequential(nn.Linear(3, 4), norm, nn.Linear(4, 2)) for norm in (nn.Tanh(), nn.BatchNorm1d(4))
+        )
+        batches = [(torch.randn(9, 3), torch.randint(0, 2, (9,)))]
+        for model, what in ((plain, "answers"), (counting, r"`1.running_mean`, `1.running_var`")):
+            posterior = holdfast.consolidate(
+                holdfast.prior(model), model, holdfast.diagonal_fisher(model, batches, holdfast.categorical)
+            )
+            answers = holdfast.kept_answers(model, batches, holdfast.categorical)
+            holdfast.Memory.of(posterior, model, answers=answers)
+            with torch.no_grad():
+                model[2].weight += 1e-3
+            with pytest.raises(holdfast.MismatchError, match=f"`2.weight` of the model is not at .* its {what}"):
+                holdfast.Memory.of(posterior, model, answers=answers)
+            holdfast.restore_(model, posterior)
+            holdfast.Memory.of(posterior, model, answers=answers)
+
+    @pytest.mark.parametrize("change", ["narrow posterior", "narrow model", "compact", "there and back", "zero"])
+    def test_rounding_is_no_move_and_a_prior_is_centered_anywhere(self, change):
+        model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+        batches = [(torch.randn(9, 3), torch.randint(0, 2, (9,)))]
+        posterior = holdfast.consolidate(
+            holdfast.prior(model), model, holdfast.diagonal_fisher(model, batches, holdfast.categorical)
+        )
+        if change == "narrow posterior":
+            posterior = posterior.to(dtype=torch.bfloat16)
+        elif change == "narrow model":
+            model = model.bfloat16()
+        elif change == "compact":
+            posterior = posterior.compact()
+        elif change == "there and back":  # as an adapter is merged, and taken out again
+            with torch.no_grad():
+                model[0].weight.add_(0.3).sub_(0.3)
+            assert not torch.equal(model[0].weight, posterior.mean["0.weight"])
+        else:
+            posterior = holdfast.prior(model, precision=1.0, mean=0.0)
+        memory = holdfast.Memory.of(posterior, model)
+        assert torch.equal(memory.buffers["1.running_mean"], model[1].running_mean)
+
+    def test_what_is_merged_is_kept_beside_answers_of_each_and_statistics_of_its_own_mean(self):
+        model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+        parts, kept = [], []
+        for _ in range(2):
+            batches = [(torch.randn(9, 3), torch.randint(0, 2, (9,)))]
+            with torch.no_grad():
+                model[0].weight += 0.1
+            fisher = holdfast.diagonal_fisher(model, batches, holdfast.categorical)
+            parts.append(holdfast.consolidate(holdfast.prior(model), model, fisher))
+            kept.append(holdfast.kept_answers(model, batches, holdfast.categorical))
+        merged = holdfast.merge(*parts)
+        with pytest.raises(holdfast.MismatchError, match="count these anew with data"):
+            holdfast.Memory.of(merged, model, answers=kept[0] + kept[1])
+        model[1] = nn.Identity()
+        memory = holdfast.Memory.of(merged, model, answers=kept[0] + kept[1])
+        assert memory.answers.num_data == memory.num_data == 18
 
     def test_values_can_be_copied_and_sent_to_other_processes(self):
         posterior = trained(0)

@@ -33,9 +33,13 @@ def test_the_programs_run_as_they_stand(tmp_path, monkeypatch):
     first, second = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
     exec(first, names)
     assert holdfast.load("memory.safetensors").num_data == 120
-    names |= {"optimizer": torch.optim.Adam(model.parameters()), "loader": DataLoader(data[0], batch_size=8)}
+    fresh = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+    elsewhere = {"optimizer": torch.optim.SGD(fresh.parameters(), lr=0.0), "loader": DataLoader(data[0], batch_size=8)}
+    names |= {"model": fresh, **elsewhere}
     exec(second, names)
     assert len(steps) == 20
+    for mine, theirs in zip(fresh.parameters(), model.parameters(), strict=True):
+        assert torch.equal(mine, theirs)  # a model made anew has the old weights
 
 
 def test_it_is_short_and_names_only_what_exists():

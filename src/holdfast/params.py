@@ -291,6 +291,13 @@ def require_shapes(got: Mapping[str, torch.Size], want: Mapping[str, torch.Size]
             raise MismatchError(f"`{name}` has shape {tuple(shape)} in {what} and {tuple(other)} in {than}.{cure}")
 
 
+def require_values(named: Mapping[str, Tensor]) -> None:
+    """Raise where a parameter is on the meta device."""
+    empty = [name for name, value in named.items() if value.is_meta]
+    if empty:
+        raise ArgumentError(f"{some(empty)} is on the meta device and has no values. Load the weights first.")
+
+
 def contains(large: torch.Size, small: torch.Size) -> bool:
     """Whether one shape is at least as large as another in every axis."""
     return len(large) == len(small) and all(a >= b for a, b in zip(large, small, strict=True))

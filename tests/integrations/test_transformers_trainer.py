@@ -446,6 +446,28 @@ def test_a_memory_of_pictures_has_two_moments_in_their_place(tmp_path):
     assert callback.handle.spent.by == "probes"
 
 
+def test_a_classifier_with_more_labels_than_before_is_remembered_beside_what_it_was(tmp_path):
+    old, model = bert(), bert(num_labels=5)
+    ids = torch.stack([row["input_ids"] for row in labeled(5)])
+    trainer = transformers.Trainer(old, arguments(tmp_path), train_dataset=labeled(5))
+    memory = memory_from(trainer, fisher=holdfast.diagonal_fisher, probes=holdfast.kept_inputs(ids)).expanded(model)
+    holdfast.restore_(model, memory)
+    rows = [{**row, "labels": row["labels"] % 2 + 3} for row in labeled(6)]
+    trainer = transformers.Trainer(model, arguments(tmp_path), train_dataset=rows)
+    given = holdfast.kept_inputs(torch.stack([row["input_ids"] for row in rows]))
+    both = memory_from(trainer, memory, fisher=holdfast.diagonal_fisher, probes=given)
+    assert both.answers.num_data == both.probes.num_data == both.num_data == 2 * N
+    assert [part.outputs.shape[1] for part in both.answers.alike] == [3, 5]
+    assert holdfast.forecast(model, both).probes.rise == 0
+
+    def longer(*args, **more):
+        raise AssertionError("the longer pass")
+
+    unlike = torch.zeros(4, T + 1, dtype=torch.long)
+    with pytest.raises(holdfast.MismatchError, match="shape"):  # before it
+        memory_from(trainer, memory, fisher=longer, probes=holdfast.kept_inputs(unlike))
+
+
 def test_of_other_inputs_some_must_be_given(tmp_path):
     model = bert()
     trainer = transformers.Trainer(model, arguments(tmp_path), train_dataset=labeled(5))

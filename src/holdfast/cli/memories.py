@@ -18,6 +18,7 @@ from ..errors import ArgumentError, HoldfastWarning, MemoryFileError
 from ..file import HEAD, MEMORY, believed
 from ..forecast import Forecast
 from ..forecast import forecast as foretold
+from ..forecast.checkpoint import in_checkpoint
 from ..head import LinearHead
 from ..posterior import Memory
 from ..posterior import merge as merged
@@ -89,9 +90,7 @@ def forecast(
 
     def work() -> Forecast:
         known = load(memory)
-        weights = _of_model(_weights(checkpoint), known, inside)
-        _require_numbers(checkpoint, {name: each for name, each in weights.items() if name in known.mean})
-        return foretold(weights, known)
+        return foretold(in_checkpoint(_opened(checkpoint), known.posterior, inside, where=str(checkpoint)), known)
 
     said = or_exit(work)
     console.print(f"[bold]{said.rise:.4g}[/bold] nats per old {escape(said.unit)}, by the quadratic:")
@@ -108,13 +107,13 @@ def forecast(
     )
 
 
-def _weights(file: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a checkpoint, by name; nothing in it is executed."""
-    found: Any
+def _opened(file: Path) -> object:
+    """What a checkpoint holds; nothing in it is executed."""
     try:
         found = _mean(file)
-        if not found:
-            found = load_file(file) if file.suffix == ".safetensors" else torch.load(file, "cpu", weights_only=True)
+        if found:
+            return found
+        return load_file(file) if file.suffix == ".safetensors" else torch.load(file, "cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise ArgumentError(
             f"{file} holds more than named tensors, a whole model perhaps, and such files can run code: it is not "
@@ -123,22 +122,6 @@ def _weights(file: Path) -> dict[str, torch.Tensor]:
     except Exception as error:  # a file of anything: every reader fails in its own way
         said = (str(error).splitlines() or [type(error).__name__])[0]
         raise ArgumentError(f"{file} could not be read as weights: {said}") from error
-    for key in ("state_dict", "model_state_dict", "model"):
-        found = found[key] if isinstance(found, dict) and isinstance(found.get(key), dict) else found
-    tensors = {str(name): each for name, each in found.items() if _is_weight(each)} if isinstance(found, dict) else {}
-    if not tensors:
-        raise ArgumentError(f"{file} holds no named weights: save model.state_dict().")
-    return tensors
-
-
-def _require_numbers(file: Path, weights: dict[str, torch.Tensor]) -> None:
-    """Raise for weights without values, or in eight bits: what those stand for is told by scales kept beside them."""
-    for name, each in weights.items():
-        if each.is_meta or each.element_size() < 2:
-            what = "has no values there (meta)" if each.is_meta else f"is in {each.dtype}, which needs scales"
-            raise ArgumentError(
-                f"`{name}` of {file} {what}. Save them in bfloat16 or wider: model.bfloat16().state_dict()."
-            )
 
 
 def _mean(file: Path) -> dict[str, torch.Tensor]:
@@ -149,46 +132,6 @@ def _mean(file: Path) -> dict[str, torch.Tensor]:
         return {}
     found = load(file)
     return {**found.posterior.mean, **found.buffers}
-
-
-def _is_weight(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_floating_point() and value.layout == torch.strided
-
-
-def _of_model(weights: dict[str, torch.Tensor], memory: Memory, inside: str | None) -> dict[str, torch.Tensor]:
-    """The weights under the names that the memory has for them: without what stands before them, of a wrapper or a
-    module around the model, and where a tied one has another name there."""
-    fitting = {prefix: found for prefix in _prefixes(weights, memory) if (found := _fitting(weights, memory, prefix))}
-    if inside is None and "" not in fitting and len(fitting) > 1:
-        raise ArgumentError(
-            f"the checkpoint has this model several times, inside {', '.join(sorted(fitting))}. Say which: --inside "
-            f"{min(fitting)}"
-        )
-    if inside is not None and inside not in fitting:
-        raise ArgumentError(f"the checkpoint has no such model inside {inside!r}.")
-    prefix = inside if inside is not None else "" if "" in fitting or not fitting else next(iter(fitting))
-    beside = {name.removeprefix(prefix): each for name, each in weights.items() if name.startswith(prefix)}
-    return {**beside, **fitting.get(prefix, {})}
-
-
-def _prefixes(weights: dict[str, torch.Tensor], memory: Memory) -> set[str]:
-    """What may stand before the names that a memory has, by the first of them."""
-    known = memory.posterior
-    name = next(iter(known.mean))
-    names = (name, *known.ties.get(name, ()))
-    found = {key.removesuffix(each) for key in weights for each in names if key.endswith(each)}
-    return {prefix for prefix in found if not prefix or prefix.endswith(".")}
-
-
-def _fitting(weights: dict[str, torch.Tensor], memory: Memory, prefix: str) -> dict[str, torch.Tensor]:
-    """What is there for each name of a memory, in the same shape; nothing where that is not all of it."""
-    known, found = memory.posterior, {}
-    for name, mean in known.mean.items():
-        there = next((each for each in (name, *known.ties.get(name, ())) if prefix + each in weights), None)
-        if there is None or weights[prefix + there].shape != mean.shape:
-            return {}
-        found[name] = weights[prefix + there]
-    return found
 
 
 def _rows(file: Path, facts: dict[str, Any]) -> list[tuple[str, object]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from ..errors import ArgumentError, DataError
+from ..params import require_values
 
 
 def require_whole(model: nn.Module) -> None:
@@ -19,7 +20,8 @@ def require_whole(model: nn.Module) -> None:
 
 
 def require_separable(model: nn.Module) -> None:
-    """Raise for a model whose examples see each other, or whose parameters are not its own."""
+    """Raise for a model whose examples see each other, or whose parameters are not its own, or have no values."""
+    require_values({name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad})
     for name, module in model.named_modules():
         if type(module).__name__ == "FullyShardedDataParallel":
             raise ArgumentError(

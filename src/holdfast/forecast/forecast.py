@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..adapters import require_not_adapted
 from ..devices import full
 from ..errors import ArgumentError, MismatchError
-from ..params import all_parameters, buffers, matched, shapes, some, unwrapped
+from ..params import all_parameters, buffers, matched, require_values, shapes, some, unwrapped
 from ..pieces import number, resharded
 from ..posterior import Memory, Posterior, as_posterior
 from ..posterior.placed import placed
@@ -21,6 +21,7 @@ from ..posterior.recalled import unkept
 from ..precision.applied import applied
 from ..probes import Answers
 from ..rise import ByProbes, asked, missing
+from .checkpoint import in_checkpoint
 
 _DRAWS = 2000
 # Where the outputs to probes moved by more than this much of their own spread, a forecast was not checked.
@@ -89,7 +90,7 @@ class Forecast:
 
 
 def forecast(
-    model: nn.Module | Mapping[str, Tensor],
+    model: nn.Module | Mapping[str, Any],
     posterior: Posterior | Memory,
     *,
     draws: int = _DRAWS,
@@ -100,8 +101,8 @@ def forecast(
 
     With a memory that has probes of inputs and kept answers, the model and the old one (itself at the mean) are asked
     about `draws` probes, and the kept answers are moved as these were. Any checkpoint of the same model will do; of
-    named weights without their model, the quadratic alone is known. `forward(model, inputs)` is for models that are
-    called in another way.
+    named weights without their model, such as torch.load gives, the quadratic alone is known. `forward(model, inputs)`
+    is for models that are called in another way.
 
         print(holdfast.forecast(model, holdfast.load("memory.safetensors")))
     """
@@ -109,15 +110,17 @@ def forecast(
     if not known.num_data:
         raise ArgumentError("a prior stands for no data: there is nothing of which a rise could be foretold.")
     if not isinstance(model, nn.Module):
-        parts = _parts(known, known.delta(model))
+        weights = in_checkpoint(model, known)
+        parts = _parts(known, known.delta(weights))
         lacks = "weights alone answer nothing: give the model"
-        doubts = (*_doubts(known, [], None), *_of_statistics(posterior, model, seen=False))
+        doubts = (*_doubts(known, [], None), *_of_statistics(posterior, weights, seen=False))
         return Forecast(sum(parts.values()), parts, None, doubts, known.unit, lacks)
     inner = unwrapped(model)
     resharded(inner)
     params = matched(inner, shapes(known.mean), ties=known.ties)
     cure = "Merge it for the forecast, model.merge_adapter(), and take it out again after it."
     require_not_adapted(inner, known.mean, cure)
+    require_values(params)
     known = placed(known, inner)
     parts = _parts(known, known.delta({name: p.detach().to(known.mean[name].device) for name, p in params.items()}))
     found, lacks, against = None, missing(posterior), []

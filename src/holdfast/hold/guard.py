@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from ..devices import part
 from ..errors import ArgumentError, HoldfastWarning, InertError
-from ..params import all_parameters
+from ..params import all_parameters, require_values
 
 # How many steps may leave every pulled parameter unchanged before it is an error: tiny ones can round to nothing, and
 # some optimizers gather gradients over many steps.
@@ -32,11 +32,10 @@ def require_something_trains(held: Mapping[str, nn.Parameter]) -> None:
         raise InertError("every held parameter is frozen, so there is nothing to hold. Unfreeze them, or do not hold.")
 
 
-def require_values(held: Mapping[str, nn.Parameter]) -> None:
+def require_finite_values(held: Mapping[str, nn.Parameter]) -> None:
     """Raise where what would be held has no values, or values that are none."""
+    require_values(held)
     for name, parameter in held.items():
-        if parameter.is_meta:
-            raise ArgumentError(f"`{name}` is on the meta device and has no values. Load the weights first, then hold.")
         if not _is_finite(parameter):
             raise ArgumentError(
                 f"`{name}` has values that are not finite, and no pull leads back from there. Put the old weights back "

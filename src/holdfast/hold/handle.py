@@ -21,10 +21,10 @@ from ..posterior.covered import covered, with_precision
 from .budget import Budget, Spent
 from .guard import (
     parameters,
+    require_finite_values,
     require_gradient_matters,
     require_reach,
     require_something_trains,
-    require_values,
     require_weights_in_use,
     warn_of_divergence,
     warn_of_weight_decay,
@@ -224,7 +224,7 @@ class Handle:
         if held := self._pulls.held:
             require_something_trains(held)
             require_reach(held, self._optimizers, self._model)
-            require_values(held)
+            require_finite_values(held)
             for optimizer in self._optimizers:
                 require_gradient_matters(optimizer)
             warn_of_weight_decay(held, self._optimizers, stacklevel=3)

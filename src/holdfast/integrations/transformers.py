@@ -271,19 +271,15 @@ def memory_from(
         if likelihood is None:
             likelihood = known_likelihood(model, next(iter(batches)))
         batches = batches if own else as_answered(batches, model)
-        before = posterior if isinstance(posterior, Memory) else None
-        kept: Probes | None = probes if isinstance(probes, Probes) else None
-        answers = None
-        if probes is True or kept is not None:  # first: what cannot be kept is said before the longer pass
+        memory = posterior if isinstance(posterior, Memory) else None
+        known = None if memory is None else memory.probes
+        memory = memory or Memory(prior(model) if posterior is None else as_posterior(posterior))
+        if probes is not False:  # first: what cannot be kept is said before the longer pass
             answers = kept_answers(model, batches, likelihood, forward=forward).thinned(size / part)
-            known = None if before is None else before.probes
-            kept = kept or stand_ins(model, batches, likelihood, answers.num_data, known)
+            kept = stand_ins(model, batches, likelihood, answers.num_data, known) if probes is True else probes
+            memory = memory.with_probes(kept).with_answers(answers)
         found = (size / part) * fisher(model, batches, likelihood, forward=forward)
-    memory = before or Memory(prior(model) if posterior is None else as_posterior(posterior))
-    memory = consolidate(memory, model, found)
-    if kept is None or answers is None:
-        return memory
-    return memory.with_probes(kept).with_answers(answers)
+    return consolidate(memory, model, found)
 
 
 def _warn_of_what_was_held(trainer: Trainer, posterior: Posterior | Memory | None) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..devices import full
 from ..errors import ArgumentError, MismatchError, require_number
 from ..identity import digest, fingerprint
-from ..params import aliases, matched, renaming, require_shapes, shapes, some, told_apart, trainable
+from ..params import aliases, matched, renaming, require_shapes, require_values, shapes, some, told_apart, trainable
 from ..pieces import cut
 from ..precision import Diagonal, Precision, SignedDiagonal, Source, Sum
 from ..precision.applied import applied
@@ -82,6 +82,7 @@ class Posterior:
             params = matched(params, shapes(self.mean), ties=self.ties)
         else:
             require_shapes(shapes(self.mean), shapes(params), what="the posterior", than="the parameters given")
+        require_values({name: params[name] for name in self.mean})
         return {name: difference(params[name], cut(mean, params[name])) for name, mean in self.mean.items()}
 
     def log_prob(self, params: nn.Module | Mapping[str, Tensor]) -> Tensor:
@@ -111,6 +112,7 @@ class Posterior:
         """
         more = require_number(precision, "the precision of new entries")
         params = matched(model, shapes(self.mean), ties=self.ties, grown=True)
+        require_values(params)
         require_plain_growth(model, params, self.mean)
         added = {name: kept(full(parameter)) for name, parameter in new_parameters(model, params, leave).items()}
         before = {name: full(value) for name, value in self.mean.items()}  # what grows, grows whole
@@ -202,9 +204,7 @@ def prior(model: nn.Module, precision: float = 0.0, mean: float | Mapping[str, T
     """
     precision = require_number(precision, "a prior's precision")
     params = trainable(model)
-    empty = [name for name, p in params.items() if p.device.type == "meta"]
-    if empty:
-        raise ArgumentError(f"{some(empty)} is on the meta device and has no values. Load the weights first.")
+    require_values(params)
     if not (mean is None or isinstance(mean, (Real, Mapping))):
         raise ArgumentError(f"a prior's mean is a number or a dict of tensors by name, got {type(mean).__name__}.")
     if mean is None:

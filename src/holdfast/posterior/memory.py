@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..adapters import require_not_adapted
 from ..devices import part
-from ..errors import ArgumentError
+from ..errors import ArgumentError, MismatchError
 from ..identity import fingerprints
 from ..params import all_parameters, buffers, matched, require_shapes, shapes, some
 from ..pieces import cut, resharded
@@ -21,6 +21,7 @@ from ..ranks import require_one
 from .covered import Covered
 from .gaussian import Posterior
 from .growth import grown_buffers
+from .moved import moved
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -115,11 +116,31 @@ class Memory:
     def of(
         posterior: Posterior, model: nn.Module, probes: Probes | None = None, answers: Answers | None = None
     ) -> Memory:
-        """The posterior together with the buffers the model has now, and probes and answers if they are given."""
+        """The posterior together with the buffers the model has now, and probes and answers if they are given.
+
+        All of it is of the model at the posterior's mean: of one that has moved since, nothing is kept.
+        """
         kept = {name: buffer.detach().clone() for name, buffer in buffers(model).items()}
         named = {*posterior.mean, *(other for more in posterior.ties.values() for other in more)}
         outside = {name: parameter for name, parameter in all_parameters(model).items() if name not in named}
+        _require_at_mean(posterior, model, [name for name, value in kept.items() if value.is_floating_point()], answers)
         return Memory(posterior, kept, probes, answers, fingerprints(outside))
+
+
+def _require_at_mean(posterior: Posterior, model: nn.Module, counted: list[str], answers: Answers | None) -> None:
+    """Raise where what is kept beside a posterior would be of other weights than its mean.
+
+    A prior may be centered anywhere; what is merged is at no task's weights, and is kept beside answers of each.
+    """
+    apart = answers is not None and len(posterior.parents) < 2
+    away = moved(posterior.mean, model) if posterior.num_data and (counted or apart) else []
+    if away:
+        what, cure = ("answers", "") if not counted else (some(counted), ", and count these anew with data")
+        raise MismatchError(
+            f"{some(away)} of the model is not at the posterior's mean, and its {what} would be kept beside weights "
+            "that they are not of. Make the memory where the posterior is made, before training goes on; or go back "
+            f"first, holdfast.restore_(model, posterior){cure}."
+        )
 
 
 def as_posterior(memory: Posterior | Memory) -> Posterior:

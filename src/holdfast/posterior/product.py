@@ -36,8 +36,9 @@ def merge(*posteriors: Posterior | Memory, base: Posterior | Memory | None = Non
         )  # fmt: skip
     if any(name.endswith(STATISTICS) for each in posteriors if isinstance(each, Memory) for name in each.buffers):
         warnings.warn(
-            "statistics, such as BatchNorm's, have no product, and are not in what merging gives: count them anew "
-            "with data, and keep them with Memory.of(merged, model).", HoldfastWarning, stacklevel=2,
+            "statistics, such as BatchNorm's, have no product, and are not in what merging gives: with its mean in the "
+            "model, restore_(model, merged), count them anew with data, and keep them with Memory.of(merged, model).",
+            HoldfastWarning, stacklevel=2,
         )  # fmt: skip
     if len(posteriors) < 2:
         raise ArgumentError(

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from ..adapters import require_not_adapted
-from ..errors import ArgumentError, MismatchError, require_number
+from ..errors import ArgumentError, HoldfastWarning, MismatchError, require_number
 from ..identity import fingerprints
-from ..params import aliases, all_parameters, matched, renaming, shapes
+from ..params import aliases, all_parameters, matched, renaming, shapes, some
 from ..pieces import resharded
 from ..precision import Diagonal, Precision
 from ..precision.base import require_finite
@@ -20,6 +21,7 @@ from ..precision.sum import settled
 from ..ranks import require_one
 from .gaussian import Posterior, kept
 from .memory import Memory, as_posterior
+from .moved import moved
 from .placed import placed_as
 
 Kept = TypeVar("Kept", Posterior, Memory)
@@ -133,12 +135,29 @@ def _checked(posterior: Posterior, model: nn.Module, fisher: Precision, decay: f
         )
     now = fingerprints(all_parameters(model))
     for source in fisher.sources:
-        moved = [name for name, then in source.weights.items() if now.get(name) != then]
-        if moved:
+        changed = [name for name, then in source.weights.items() if now.get(name) != then]
+        if changed:
             raise MismatchError(
-                f"the Fisher was taken at other weights than the model has now: `{moved[0]}` has changed (and "
-                f"{len(moved) - 1} more). Compute it after training, just before consolidate."
+                f"the Fisher was taken at other weights than the model has now: `{changed[0]}` has changed (and "
+                f"{len(changed) - 1} more). Compute it after training, just before consolidate."
             )
+    for source in fisher.sources:
+        if source.size and source.added > 1:
+            warnings.warn(
+                f"this Fisher was added to itself: {source.added} times the same {source.unit}s at the same weights, "
+                f"which count as {source.num_data:g} and are {source.size:g}. An average of draws is 0.5 * (a + b), "
+                "and a strength is a factor, 2 * fisher.", HoldfastWarning, stacklevel=3,
+            )  # fmt: skip
+    # What a prior alone holds may go anywhere; what data held goes on being held, and where it is now nobody asked.
+    left = {name for name in posterior.precision.shapes if name not in fisher.shapes}
+    away = moved(posterior.mean, model, left) if left and decay and posterior.num_data else []
+    if away:
+        warnings.warn(
+            f"{some(away)} moved from the posterior's mean, and the Fisher has nothing of it: the mean follows, and of "
+            "the new data, which counts as if it were known there, nothing is held. Was it frozen for the Fisher "
+            "alone, as PEFT leaves weights after merge_and_unload? Let it train, requires_grad_(True), and take the "
+            "Fisher anew.", HoldfastWarning, stacklevel=3,
+        )  # fmt: skip
     return params
 
 

@@ -39,5 +39,5 @@ def made(description: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Preci
 
 
 def _facts(source: Source) -> dict[str, Any]:
-    # The weights' fingerprints have served consolidate; in a file the mean says it all.
-    return {key: value for key, value in asdict(source).items() if key != "weights"}
+    # The weights' fingerprints, and how it was added up, have served consolidate; in a file the mean says it all.
+    return {key: value for key, value in asdict(source).items() if key not in ("weights", "added")}

@@ -14,7 +14,8 @@ class Source:
 
     `size` is how much data there was and `factor` how much of it counts now, after scaling and decay. `id` is a
     digest of the data and the weights, so that the same evidence is recognized when it comes by two ways; `weights`
-    are fingerprints of the weights it was taken at.
+    are fingerprints of the weights it was taken at. `added` says how often it was added to itself as it is: what is
+    weighted, such as an average of draws, is meant to be, and is 0.
     """
 
     id: str
@@ -24,6 +25,7 @@ class Source:
     targets: str
     factor: float = 1.0
     weights: Mapping[str, str] = field(default_factory=dict, repr=False)
+    added: int = field(default=1, repr=False, compare=False)
 
     @property
     def num_data(self) -> float:
@@ -56,7 +58,9 @@ class Source:
 
 def thinned(sources: tuple[Source, ...], factor: float) -> tuple[Source, ...]:
     """The sources counted `factor` times as much; what counts for nothing is no source."""
-    return tuple(replace(source, factor=source.factor * factor) for source in sources if factor)
+    if factor == 1:
+        return sources
+    return tuple(replace(source, factor=source.factor * factor, added=0) for source in sources if factor)
 
 
 def joined(*parts: tuple[Iterable[str], tuple[Source, ...]]) -> tuple[Source, ...]:
@@ -73,7 +77,8 @@ def joined(*parts: tuple[Iterable[str], tuple[Source, ...]]) -> tuple[Source, ..
             if known is not None:
                 twice = here & set(names)
                 factor = known.factor + source.factor if twice else max(known.factor, source.factor)
-                source = replace(source, factor=factor)
+                added = known.added + source.added if twice else max(known.added, source.added)
+                source = replace(source, factor=factor, added=added)
             found[source.id] = source
             here.update(names)
     units = sorted({source.unit for source in found.values() if source.unit})
@@ -88,5 +93,8 @@ def joined(*parts: tuple[Iterable[str], tuple[Source, ...]]) -> tuple[Source, ..
 def parted(sources: tuple[Source, ...], out: tuple[Source, ...]) -> tuple[Source, ...]:
     """The sources without what `out` counts of them."""
     gone = {source.id: source.factor for source in out}
-    rest = (replace(source, factor=source.factor - gone.get(source.id, 0.0)) for source in sources)
+    rest = (
+        replace(source, factor=source.factor - gone[source.id], added=0) if source.id in gone else source
+        for source in sources
+    )
     return tuple(source for source in rest if source.factor > 1e-9)

@@ -46,26 +46,13 @@ class Paired:
     """Kept answers beside the probes that the old model answered alike. Made once, asked at any new weights."""
 
     def __init__(self, answers: Answers, old: Tensor, near: int = NEAR) -> None:
-        likelihood = answers.likelihood
-        outputs = answers.outputs.to(old)
-        if old.shape[1:] != outputs.shape[1:]:
+        if old.shape[1:] != answers.outputs.shape[1:]:
             raise MismatchError(
-                f"the kept answers have outputs of shape {tuple(outputs.shape[1:])}, the old model's to probes "
+                f"the kept answers have outputs of shape {tuple(answers.outputs.shape[1:])}, the old model's to probes "
                 f"{tuple(old.shape[1:])}: are they of the same model, and the same way to call it (`forward`)?"
             )
-        labels = answers.labels.to(old.device)
-        if old.ndim == 1:  # one number an example: as a column
-            old, outputs, labels = old.unsqueeze(-1), outputs.unsqueeze(-1), labels.unsqueeze(-1)
-        self._likelihood, self._old, self._outputs, self._labels = likelihood, old, outputs, labels
-        self._before = likelihood.nll(outputs, self._labels)
-        near = min(near, len(old))
-        self._pairs = [
-            torch.cat([
-                torch.cdist(part.flatten(1), probes.flatten(1), compute_mode=_EXACT).topk(near, largest=False).indices
-                for part in torch.split(seen, 1000)
-            ])
-            for seen, probes in zip(_views(likelihood, outputs), _views(likelihood, old), strict=True)
-        ]  # fmt: skip
+        self._old = old.unsqueeze(-1) if old.ndim == 1 else old  # one number an example: as a column
+        self._parts = [_Alike(part, self._old, near) for part in answers.alike]
 
     @torch.no_grad()
     def rise(self, new: Tensor) -> ByProbes:
@@ -78,24 +65,55 @@ class Paired:
                 f"{tuple(self._old.shape[1:])}."
             )
         delta = new[..., :known] - self._old
-        # An added class takes probability from those before it; outputs that stand each for itself have no label there.
-        added = new[..., known:] if self._likelihood.name == "categorical" else new[..., :0]
-        each = [self._risen(pairs, delta, added) for pairs in self._pairs]
+        each = [torch.cat(rises) for rises in zip(*(part.rises(new) for part in self._parts), strict=True)]
         spread = (self._old - self._old.mean(0)).square().mean().sqrt()
         means = [float(rises.mean()) for rises in each]
         error = max(float(rises.std()) if len(rises) > 1 else 0.0 for rises in each) / len(each[0]) ** 0.5
         moved = float(delta.square().mean().sqrt() / spread.clamp(min=1e-12))
         return ByProbes(means[0], means[-1], moved, error)
 
-    def _risen(self, pairs: Tensor, delta: Tensor, added: Tensor) -> Tensor:
-        """The mean rise of each answer over its probes, (answers,)."""
-        step, found = max(1, _ENTRIES // (pairs.shape[1] * max(1, delta[0].numel()))), []
+
+class _Alike:
+    """Answers of one number of outputs, which may be fewer than the old model has: it grew since they were kept.
+
+    What it answers to probes at the outputs that they do not have, it is taken to answer to their inputs.
+    """
+
+    @torch.no_grad()
+    def __init__(self, answers: Answers, old: Tensor, near: int) -> None:
+        outputs, labels = answers.outputs.to(old), answers.labels.to(old.device)
+        if outputs.ndim == 1:
+            outputs, labels = outputs.unsqueeze(-1), labels.unsqueeze(-1)
+        self._likelihood, self._outputs, self._labels = answers.likelihood, outputs, labels
+        self._known = outputs.shape[-1]
+        self._old = old[..., : self._known]
+        near = min(near, len(old))
+        self._pairs = [
+            torch.cat([
+                torch.cdist(part.flatten(1), probes.flatten(1), compute_mode=_EXACT).topk(near, largest=False).indices
+                for part in torch.split(seen, 1000)
+            ])
+            for seen, probes in zip(
+                _views(self._likelihood, outputs), _views(self._likelihood, self._old), strict=True
+            )
+        ]  # fmt: skip
+        self._before = [self._losses(pairs, old) for pairs in self._pairs]
+
+    def rises(self, new: Tensor) -> list[Tensor]:
+        """The rise of each answer, for each way to pair them."""
+        return [self._losses(pairs, new) - before for pairs, before in zip(self._pairs, self._before, strict=True)]
+
+    def _losses(self, pairs: Tensor, seen: Tensor) -> Tensor:
+        """The mean loss of each answer over its probes, (answers,), moved from the old outputs to those `seen`."""
+        delta = seen[..., : self._known] - self._old
+        # An added class takes probability from those before it; outputs that stand each for itself have no label there.
+        added = seen[..., self._known :] if self._likelihood.name == "categorical" else seen[..., :0]
+        step, found = max(1, _ENTRIES // (pairs.shape[1] * max(1, seen[0].numel()))), []
         for start in range(0, len(pairs), step):
             near, stop = pairs[start : start + step], start + step
             moved = torch.cat([self._outputs[start:stop].unsqueeze(1) + delta[near], added[near]], -1).flatten(0, 1)
             labels = self._labels[start:stop].repeat_interleave(near.shape[1], 0)
-            after = self._likelihood.nll(moved, labels).view(near.shape).mean(1)
-            found.append(after - self._before[start:stop])
+            found.append(self._likelihood.nll(moved, labels).view(near.shape).mean(1))
         return torch.cat(found)
 
 
