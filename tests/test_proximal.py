@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import holdfast
-from holdfast import Diagonal, Posterior
+from holdfast import Dense, Diagonal, Posterior
 
 OPTIMIZERS = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.1),
@@ -342,6 +342,20 @@ class TestWithoutBeingAsked:
                 told.append(float(optimizer.step(lambda: torch.tensor(1.0))))
         assert told[0] == pytest.approx(1 + penalty / 50)
         assert told[0] == pytest.approx(told[1])
+
+
+def test_a_strength_that_no_gradient_can_have_is_refused():
+    """In place of what torch says of a number that overflows, or of weights that are none after the step."""
+    for precision in (Diagonal, lambda entries: Dense({"weight": torch.Size((2, 3))}, torch.eye(6))):
+        model = nn.Linear(3, 2, bias=False)
+        posterior = Posterior({"weight": torch.zeros(2, 3)}, precision({"weight": torch.ones(2, 3)}))
+        optimizer = torch.optim.Adam(model.parameters())
+        with holdfast.hold(optimizer, model, posterior, num_data=1, strength=1e300, proximal=False) as handle:
+            model(torch.ones(1, 3)).sum().backward()
+            with pytest.raises(holdfast.ArgumentError, match=r"strength / num_data is 1e\+300.*proximal=True"):
+                optimizer.step()
+            handle.strength = 1.0
+            optimizer.step()
 
 
 @pytest.mark.parametrize("layout", ["rows", "columns"])

@@ -48,18 +48,6 @@ class HoldfastWarning(UserWarning):
     """Something that is allowed, and probably not meant."""
 
 
-STRONGEST = 1e30  # of strengths: beyond what float32 can multiply, nothing moves at all long before
-
-
-def require_strength(value: object, what: str = "strength") -> float:
-    """A strength that weights can be held at."""
-    number = require_number(value, what)
-    if number > STRONGEST:
-        raise ArgumentError(f"{what} must be at most {STRONGEST:g}, got {number:g}: to keep weights where they are, "
-                            "freeze them.")  # fmt: skip
-    return number
-
-
 def require_number(value: object, what: str, *, positive: bool = False) -> float:
     """`value` as a finite float, zero or more (or more than zero); raises, saying what it should have been."""
     number = float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan

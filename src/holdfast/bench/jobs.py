@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from .. import __version__
-from ..errors import ArgumentError, DataError, require_number, require_strength
+from ..errors import ArgumentError, DataError, require_number
 from . import data, results
 from .catalog import JOINT, METHODS, one_of
 from .machine import present, usable
@@ -54,7 +54,7 @@ class Job:
 
     def __post_init__(self) -> None:
         one_of(self.method, METHODS, "method")
-        require_strength(self.strength, "a strength")
+        require_number(self.strength, "a strength")
         if not isinstance(self.seed, int) or not 0 <= self.seed < 2**31:
             raise ArgumentError(f"a seed is a whole number from 0 to {2**31 - 1}, got {self.seed!r}.")
         need = METHODS[self.method].need

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..errors import ArgumentError, BudgetError, HoldfastWarning, InertError, MismatchError, require_strength
+from ..errors import ArgumentError, BudgetError, HoldfastWarning, InertError, MismatchError, require_number
 from ..penalty import Drawn, Quadratic, Resumable, Term
 from ..pieces import number, resharded
 from ..posterior import Covered, Posterior
@@ -56,7 +56,7 @@ class Handle:
         self._optimizers, self._model, self._terms, self._budget = optimizers, model, terms, budget
         self._rotation = rotation
         self.statistics: Frozen | None = None
-        strength = require_strength(strength)
+        strength = require_number(strength, "strength")
         self._pulls = Pulls(optimizers, model, terms, num_data, strength, rotation, proximal, self._turn)
 
     @property
@@ -66,7 +66,7 @@ class Handle:
 
     @strength.setter
     def strength(self, value: float) -> None:
-        self._pulls.strength = require_strength(value)
+        self._pulls.strength = require_number(value, "strength")
 
     @property
     def proximal(self) -> bool:

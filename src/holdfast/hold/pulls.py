@@ -20,6 +20,8 @@ from .guard import Watch, parameters, require_reach
 from .proximal import Proximal
 from .rotation import Rotation
 
+_LARGEST = torch.finfo(torch.float32).max
+
 
 class Pulls:
     """Hooks on the steps of optimizers. `held` is what they last found to hold, `made` how many steps each has made."""
@@ -145,6 +147,11 @@ class Pulls:
         factor = scale if loss_scale is None else scale * loss_scale
         own = self.proximal is not None and self.proximal.fits(optimizer, self._model)
         self._own_steps[id(optimizer)] = own
+        if not own and abs(scale) > _LARGEST:
+            raise ArgumentError(
+                f"strength / num_data is {abs(scale):g}, which no float32 is: a gradient cannot have it. Take a lower "
+                "strength, or proximal=True, which stands any."
+            )
         watch = self._watches[id(optimizer)]
         nats = torch.zeros(())
         for quadratic in (each for each in self._terms if own and value and isinstance(each, Quadratic)):
