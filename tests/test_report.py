@@ -283,7 +283,7 @@ def test_jobs_that_failed_are_told_with_their_protocol(toy):
     assert list(board.notes[-3:]) == told
     assert not any("Failed" in note for note in tables(toy)[0].notes)
     page = bench_page(toy, failed=failed)
-    assert all(line in page for line in (*told, "Failed: EWC at 1 (seed 0): elsewhere"))
+    assert all(line in page for line in (*told, "other: Failed: EWC at 1 (seed 0): elsewhere"))
 
 
 def test_a_strength_that_failed_was_tried(toy):
@@ -847,8 +847,11 @@ def test_the_command_writes_all_three_files_and_says_what_it_left_out(toy, tmp_p
     assert "broken.json" in capsys.readouterr().err
     assert "broken.json" in page.read_text(encoding="utf-8")
     write(folder / "9.error.json", lost("MAS", 0, 1.0, "no luck at all"))
+    write(folder / "other.error.json", lost("MAS", 0, 1.0, "no luck there", protocol="other"))
     bundled = tmp_path / "all.jsonl"
-    report_command(folder, page, bundled=bundled)
+    report_command(folder, page, tmp_path / "failed.md", bundled=bundled)
+    assert "other: Failed: MAS at 1 (seed 0): no luck there" in (tmp_path / "failed.md").read_text(encoding="utf-8")
+    assert "other: Failed: MAS at 1 (seed 0): no luck there" in page.read_text(encoding="utf-8")
     assert "Failed: MAS at 1 (seed 0): no luck at all" in page.read_text(encoding="utf-8")
     (folder / "9.error.json").unlink()
     report_command(bundled, page)

@@ -229,12 +229,12 @@ def test_a_folder_is_read_with_its_subfolders_and_bundles_each_result_once(tmp_p
 
 
 def failed(seed, strength=1.0, line="no luck", date="2026-01-01"):
-    return Failed(result(seed).job | {"strength": strength}, Failure(line, "Traceback\nof it"), {"date": date})
+    return Failed(result(seed).job | {"strength": strength}, Failure(line, "Traceback\nof it"), {**MADE, "date": date})
 
 
 def test_jobs_that_failed_are_read_beside_the_results_until_a_run_makes_up_for_them(tmp_path):
-    write(tmp_path / "0.json", result(0))
-    write(tmp_path / "0.error.json", failed(0, result(0).strength))
+    write(tmp_path / "0.json", replace(result(0), made={**MADE, "date": "2026-01-02"}))
+    write(tmp_path / "0.error.json", failed(0))
     write(tmp_path / "1.error.json", failed(1, 1e300, "older"))
     bundle([failed(1, 1e300, "newer", "2026-01-02"), result(2)], tmp_path / "many.jsonl")
     found, (one,) = with_failures(tmp_path)
@@ -246,6 +246,22 @@ def test_jobs_that_failed_are_read_beside_the_results_until_a_run_makes_up_for_t
     (tmp_path / "2.error.json").write_text('{"format": 1, "job": {"protocol": 3}, "made": {}, "failed": "x"}')
     with pytest.warns(HoldfastWarning, match=r"2\.error\.json is not a result of the bench, or is damaged"):
         with_failures(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("job", "made", "told"),
+    [
+        ({}, {"date": "2026-01-02", "device": "CPU, x86_64"}, 0),
+        ({}, {"date": "2025-12-31", "device": "CPU, x86_64"}, 1),
+        ({}, {"date": "2026-01-02", "device": "NVIDIA H200"}, 1),
+        ({"numbers": {"tasks": 3}}, {"date": "2026-01-02", "device": "CPU, x86_64"}, 1),
+    ],
+)
+def test_only_a_later_run_of_the_very_job_makes_up_for_a_failure(tmp_path, job, made, told):
+    lost = failed(0)
+    write(tmp_path / "0.error.json", replace(lost, made={**lost.made, "device": "cpu"}))
+    write(tmp_path / "0.json", replace(result(0), job={**lost.job, **job}, made=made))
+    assert len(with_failures(tmp_path)[1]) == told
 
 
 def test_where_every_job_failed_the_first_reason_is_told(tmp_path):

@@ -95,8 +95,15 @@ def test_inputs_that_are_no_numbers_are_told():
     bad.stored[3, 1] = torch.nan
     with pytest.raises(DataError, match=r"training on `b` left .* its inputs have values that are not finite"):
         run(FineTuning(), [task("a"), Task("b", bad, split())], deep, TRAINING)
-    with pytest.raises(DataError, match="answers to test data of `b` are no numbers, though its weights are"):
+    with pytest.raises(DataError, match="answers to test data of `b` are no numbers: its inputs have values that"):
         run(FineTuning(), [task("a"), Task("b", split(), bad)], deep, TRAINING)
+
+
+def test_weights_that_are_too_large_for_any_input_are_told_as_divergence():
+    """The last step of all leaves them finite, and their products with sound inputs are not."""
+    once = Training(steps=1, lr=1e25, optimizer="sgd")
+    with pytest.raises(DataError, match=r"answers to test data of `one` are no numbers: it diverged. Lower .* 1e\+25"):
+        run(FineTuning(), [task("one")], deep, once)
 
 
 def test_a_mask_of_minus_infinity_is_as_it_should_be():
@@ -104,6 +111,7 @@ def test_a_mask_of_minus_infinity_is_as_it_should_be():
         def __init__(self):
             super().__init__(4, 2)
             self.register_buffer("mask", torch.full((3, 3), -torch.inf).triu(1))
+            self.register_buffer("unused", torch.tensor(torch.nan))
 
     assert len(run(FineTuning(), [task("one"), task("two")], Masked, TRAINING).accuracy) == 2
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -71,8 +72,19 @@ def which(job: Mapping[str, Any]) -> tuple[object, ...]:
     return tuple(job.get(name) for name in ("protocol", "method", "strength", "seed", "validating"))
 
 
-def lasting(failed: Sequence[Failed], jobs: Sequence[Mapping[str, Any]]) -> list[Failed]:
-    """Those that no run has made up for, the newest failure of each job."""
-    done = {which(job) for job in jobs}
-    newest = {which(one.job): one for one in sorted(failed, key=lambda one: str(one.made.get("date", "")))}
-    return [one for key, one in newest.items() if key not in done]
+def lasting(failed: Sequence[Failed], done: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> list[Failed]:
+    """The newest failure of each job that no run has made up for since; `done` are jobs and how they were made."""
+    newest: dict[str, Failed] = {}
+    for one in sorted(failed, key=lambda one: str(one.made.get("date", ""))):
+        newest[_exactly(one.job, one.made)] = one
+    for job, made in done:
+        key = _exactly(job, made)
+        if key in newest and str(newest[key].made.get("date", "")) <= str(made.get("date", "")):
+            del newest[key]
+    return list(newest.values())
+
+
+def _exactly(job: Mapping[str, Any], made: Mapping[str, Any]) -> str:
+    """The job in all its numbers, and the kind of device that it was made on."""
+    on_cpu = str(made.get("device", "")).upper().startswith("CPU")
+    return json.dumps([which(job), job.get("numbers"), on_cpu], sort_keys=True, default=str)

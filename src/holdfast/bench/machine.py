@@ -123,5 +123,5 @@ def _told(what: str) -> int:
 
 def _give_back() -> None:
     """What is freed goes back to the system, where its C library can: else it would hide what comes next."""
-    with suppress(OSError, AttributeError):
+    with suppress(OSError, AttributeError, TypeError):
         ctypes.CDLL(None).malloc_trim(0)

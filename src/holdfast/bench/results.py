@@ -162,7 +162,7 @@ def with_failures(source: Path) -> tuple[list[Result], list[Failed]]:
         for one in _readable(file):
             there.setdefault(_canonical(_plain(one)), one)
     found = [one for one in there.values() if isinstance(one, Result)]
-    failed = lasting([one for one in there.values() if isinstance(one, Failed)], [one.job for one in found])
+    failed = lasting([one for one in there.values() if isinstance(one, Failed)], [(one.job, one.made) for one in found])
     if found:
         return found, failed
     if failed:

@@ -93,24 +93,28 @@ def require_answers(model: nn.Module, tasks: Sequence[Task], training: Training)
 def require_learned(model: nn.Module, task: Task, training: Training) -> None:
     """Raise where training left weights that are no numbers: such a network says the first class, whatever is asked."""
     broken = [name for name, each in model.named_parameters() if not bool(each.isfinite().all())]
-    broken += [name for name, each in model.named_buffers() if bool(each.isnan().any())]  # of a mask, -inf is as meant
-    if not broken:
-        return
-    x = task.train.stored
-    if x.is_floating_point() and not bool(x.isfinite().all()):
-        why = "its inputs have values that are not finite. Take those examples out"
-    else:
-        why = f"it diverged. Lower its learning rate, {training.lr:g}, or the strength of what holds it"
-    raise DataError(f"training on `{task.name}` left `{broken[0]}` with values that are not finite: {why}.")
+    if broken:
+        x = task.train.stored
+        why = _NOT_FINITE if _unsound(x) else _diverged(training)
+        raise DataError(f"training on `{task.name}` left `{broken[0]}` with values that are not finite: {why}")
 
 
-def require_said(losses: Tensor, task: Task) -> None:
-    """Raise where what a model says of a task's test data is no number."""
+def require_said(losses: Tensor, x: Tensor, task: Task, training: Training) -> None:
+    """Raise where what a model says of a task's test data is no number, though its weights are."""
     if bool(losses.isnan().any()):
-        raise DataError(
-            f"the model's answers to test data of `{task.name}` are no numbers, though its weights are: are inputs "
-            "among them that are not finite? Take those examples out."
-        )
+        why = _NOT_FINITE if _unsound(x) else _diverged(training)
+        raise DataError(f"the model's answers to test data of `{task.name}` are no numbers: {why}")
+
+
+_NOT_FINITE = "its inputs have values that are not finite. Take those examples out."
+
+
+def _diverged(training: Training) -> str:
+    return f"it diverged. Lower its learning rate, {training.lr:g}, or the strength of what holds it."
+
+
+def _unsound(x: Tensor) -> bool:
+    return x.is_floating_point() and not bool(x.isfinite().all())
 
 
 @torch.no_grad()

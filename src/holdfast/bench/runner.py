@@ -105,7 +105,7 @@ def _judged(model: nn.Module, task: Task, training: Training, count: int | None 
         logits = task.logits(model, x)
         right += (logits.argmax(-1) == y).sum()
         losses = training.losses(logits, y)
-        require_said(losses, task)
+        require_said(losses, x, task, training)
         loss += losses.sum()
         answers += training.count(y)
     return (float(right) / answers, float(loss) / answers) if answers else (math.nan, math.nan)

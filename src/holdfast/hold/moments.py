@@ -47,5 +47,6 @@ class Moments:
                 optimizer.state[parameter] = {
                     key: torch.full_like(now[key], value) if isinstance(now[key], Tensor) else value
                     for key, value in began.items()
+                    if key in now  # not emptied meanwhile
                 }
         self._began.clear()

@@ -23,6 +23,9 @@ from .gaussian import Posterior
 from .growth import grown_buffers
 from .moved import moved
 
+# What torch's layers call the statistics that they count as they train.
+STATISTICS = ("running_mean", "running_var")
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Memory:
@@ -123,7 +126,7 @@ class Memory:
         kept = {name: buffer.detach().clone() for name, buffer in buffers(model).items()}
         named = {*posterior.mean, *(other for more in posterior.ties.values() for other in more)}
         outside = {name: parameter for name, parameter in all_parameters(model).items() if name not in named}
-        _require_at_mean(posterior, model, [name for name, value in kept.items() if value.is_floating_point()], answers)
+        _require_at_mean(posterior, model, [name for name in kept if name.endswith(STATISTICS)], answers)
         return Memory(posterior, kept, probes, answers, fingerprints(outside))
 
 

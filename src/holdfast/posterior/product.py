@@ -15,9 +15,8 @@ from ..params import require_shapes, shapes, some
 from ..precision.base import added
 from ..ranks import require_one
 from .gaussian import Posterior
-from .memory import Memory, as_posterior
+from .memory import STATISTICS, Memory, as_posterior
 from .placed import placed_as, whole
-from .recalled import STATISTICS
 
 
 def merge(*posteriors: Posterior | Memory, base: Posterior | Memory | None = None) -> Posterior:

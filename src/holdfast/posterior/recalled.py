@@ -17,12 +17,9 @@ from ..params import all_parameters, buffers, matched, require_shapes, shapes, s
 from ..pieces import in_pieces, placed, resharded
 from ..untouched import evaluating
 from .gaussian import Posterior
-from .memory import Memory, as_posterior
+from .memory import STATISTICS, Memory, as_posterior
 
 Forward = Callable[[nn.Module, Any], Any]
-
-# What torch's layers call the statistics that they count as they train.
-STATISTICS = ("running_mean", "running_var")
 
 
 class Recalled:

@@ -50,7 +50,7 @@ def bench_page(
         )
     marked = marks(entry.label for section in found for entry in section.entries)
     runs = [one for section in found for one in section.results]
-    alone = failures(one for one in failed if not any(one in section.failed for section in found))
+    alone = _alone(found, failed)
     facts = [*_facts(runs), *((name, list(said)) for name, said in (("left out", left_out), ("failed", alone)) if said)]
     parts = [_part(section, marked, f"p{number}") for number, section in enumerate(found, 1)]
     among = any(beside(section) for section in found)
@@ -84,9 +84,17 @@ def report_command(
         bundle([*found, *failed], bundled)
     _write(out, bench_page(found, left_out=left_out, across=across, failed=failed))
     if markdown is not None:
-        _write(markdown, as_markdown(tables(found, across=across, failed=failed)))
+        alone = _alone(sections(found, across=across, failed=failed), failed)
+        _write(markdown, as_markdown(tables(found, across=across, failed=failed), alone))
     if csv is not None:
         _write(csv, as_csv(found))
+
+
+def _alone(found: Sequence[Section], failed: Sequence[Failed]) -> list[str]:
+    """What failed of protocols that nothing came of."""
+    left = [one for one in failed if not any(one in section.failed for section in found)]
+    names = dict.fromkeys(one.protocol for one in left)
+    return [f"{name}: {line}" for name in names for line in failures(one for one in left if one.protocol == name)]
 
 
 def _read(results: Path) -> tuple[list[Result], list[Failed], list[str]]:

@@ -14,8 +14,8 @@ from .cells import MEASURES, Table
 from .sections import sections
 
 
-def markdown(tables: Sequence[Table]) -> str:
-    """The tables in GitHub's Markdown, a heading for each protocol."""
+def markdown(tables: Sequence[Table], notes: Sequence[str] = ()) -> str:
+    """The tables in GitHub's Markdown, a heading for each protocol; `notes` are of none of them."""
     parts = []
     protocol = None
     for table in tables:
@@ -23,6 +23,7 @@ def markdown(tables: Sequence[Table]) -> str:
             protocol = table.protocol
             parts.append(f"## {_escaped(protocol)}")
         parts += [f"### {_escaped(table.title)}", grid(table), *(_escaped(note) for note in table.notes)]
+    parts += [_escaped(note) for note in notes]
     return "\n\n".join(parts) + "\n"
 
 
