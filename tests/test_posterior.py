@@ -658,6 +658,17 @@ class TestMemory:
         memory = holdfast.Memory.of(posterior, model)
         assert torch.equal(memory.buffers["1.running_mean"], model[1].running_mean)
 
+    def test_constants_of_a_model_are_kept_wherever_it_is(self):
+        """A mean that inputs are centered by is of no weights, and nothing to count anew."""
+        model = nn.Linear(3, 2)
+        model.register_buffer("center", torch.tensor([0.5]))
+        batch = [(torch.randn(8, 3), torch.arange(8) % 2)]
+        fisher = holdfast.diagonal_fisher(model, batch, holdfast.categorical)
+        posterior = holdfast.consolidate(holdfast.prior(model), model, fisher)
+        with torch.no_grad():
+            model.weight.add_(1.0)
+        assert holdfast.Memory.of(posterior, model).buffers["center"] == 0.5
+
     def test_what_is_merged_is_kept_beside_answers_of_each_and_statistics_of_its_own_mean(self):
         model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
         parts, kept = [], []
