@@ -358,6 +358,21 @@ def test_a_strength_that_no_gradient_can_have_is_refused():
             optimizer.step()
 
 
+def test_nor_can_the_gradient_of_a_term_beside_a_step_of_its_own_have_it():
+    model = nn.Linear(3, 2)
+    batch = [(torch.randn(8, 3), torch.arange(8) % 2)]
+    fisher = holdfast.diagonal_fisher(model, batch, holdfast.categorical)
+    posterior = holdfast.consolidate(holdfast.prior(model), model, fisher)
+    term = holdfast.distill(model, posterior, holdfast.kept_inputs(batch[0][0]), holdfast.categorical)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with holdfast.hold(optimizer, model, [posterior, term], num_data=1, strength=1e300, proximal=True) as handle:
+        model(torch.ones(1, 3)).sum().backward()
+        with pytest.raises(holdfast.ArgumentError, match=r"strength / num_data is 1e\+300"):
+            optimizer.step()
+        handle.strength = 1.0
+        optimizer.step()
+
+
 @pytest.mark.parametrize("layout", ["rows", "columns"])
 @pytest.mark.parametrize("name", ["sgd", "adam"])
 def test_at_any_strength_the_free_stays_free_and_the_held_at_the_mean(name, layout):

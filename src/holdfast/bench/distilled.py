@@ -41,9 +41,8 @@ class Distilled:
     batch: int = 128
     merge: bool = False
     known: Posterior | None = None
-    parts: dict[Any, tuple[Task, Any]] = field(
-        default_factory=dict
-    )  # by the outputs that answer, the last task of each
+    # By the outputs that answer: the last task that they answer, and what is kept of all of them.
+    parts: dict[Any, tuple[Task, Any]] = field(default_factory=dict)
 
     def learn(self, model: nn.Module, task: Task, trainer: Trainer) -> None:
         if self.known is None:

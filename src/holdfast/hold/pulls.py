@@ -147,10 +147,10 @@ class Pulls:
         factor = scale if loss_scale is None else scale * loss_scale
         own = self.proximal is not None and self.proximal.fits(optimizer, self._model)
         self._own_steps[id(optimizer)] = own
-        if not own and abs(scale) > _LARGEST:
+        if abs(scale) > _LARGEST and not (own and all(isinstance(term, Quadratic) for term in self._terms)):
             raise ArgumentError(
                 f"strength / num_data is {abs(scale):g}, which no float32 is: a gradient cannot have it. Take a lower "
-                "strength, or proximal=True, which stands any."
+                "strength; or, for a posterior alone, proximal=True, which stands any."
             )
         watch = self._watches[id(optimizer)]
         nats = torch.zeros(())

@@ -29,8 +29,6 @@ class Rotation:
     the `end` it is left without ours. `resumed` says that it has ours already, from a checkpoint.
     """
 
-    resumed = False
-
     def __init__(
         self, precisions: Sequence[Precision], optimizers: Sequence[Optimizer], params: Iterable[Tensor]
     ) -> None:
@@ -50,6 +48,7 @@ class Rotation:
         _require_turnable(optimizers)
         self._optimizers = optimizers
         self._began = Moments()
+        self.resumed = False
         self._before: dict[Layer, dict[str, tuple[Tensor, Tensor | None]]] = {}
 
     def _add(self, rotated: Rotated) -> None:

@@ -22,11 +22,9 @@ def sections(
 ) -> list[Section]:
     """The results judged on test data, by protocol; one run with different numbers of tasks is several protocols.
 
-    Jobs that `failed` are told with the protocol that they were of.
-
     `across` versions of the code ("version") or devices ("device"), seeds stand in one entry, and a note says of which;
     a seed that several devices have counts by the device that made most of the protocol's runs. The protocols come in
-    the bench's own order, those of others after them as they are found.
+    the bench's own order, those of others after them as they are found. Jobs that `failed` are told with theirs.
     """
     apart = [name for name in _APART if name not in across]
     found = []
